@@ -1,0 +1,5 @@
+"""`python -m hfopt` is the `hfopt` command."""
+
+from hfopt.cli import main
+
+main()

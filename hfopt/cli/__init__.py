@@ -1,0 +1,55 @@
+"""The command line: parse, call, print. One command, one module; its heavy imports live in the function body.
+
+Output for machines goes to stdout, words for people to stderr. Every HfoptError becomes one message and its exit code.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import typer
+
+from hfopt.cli.output import print_error
+from hfopt.errors import HfoptError
+
+app = typer.Typer(
+    name="hfopt",
+    help="Find the HuggingFace Trainer settings that train the same model fastest without running out of memory.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(show: bool) -> None:
+    if show:
+        from hfopt import __version__
+
+        sys.stdout.write(f"hfopt {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit.")) -> None:
+    pass
+
+
+COMMANDS: tuple[str, ...] = (
+    # one module of this package each, in the order --help lists them; its function of the same name is the command
+)
+
+for _name in COMMANDS:
+    app.command(_name)(getattr(import_module(f"hfopt.cli.{_name}"), _name))
+
+
+def main() -> None:
+    """The console script: runs the app and turns our errors into messages."""
+    try:
+        app()
+    except HfoptError as error:
+        print_error(error)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)

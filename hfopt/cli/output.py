@@ -1,0 +1,54 @@
+"""Where words go: people read stderr (colours only on a terminal, NO_COLOR honoured), machines read stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hfopt.errors import ConfigError, HfoptError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def people(*, quiet: bool = False) -> Console:
+    """The console for people, on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+
+def print_error(error: HfoptError) -> None:
+    sys.stderr.write(f"hfopt: {error}\n")
+    if error.hint:
+        sys.stderr.write(f"  {error.hint}\n")
+
+
+def write_out(data: bytes, target: Path | None) -> None:
+    """To stdout, or atomically to a file: a temporary file beside it and a rename, so there is never half a file."""
+    if target is None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(data)
+            os.chmod(temporary, mode)  # noqa: PTH101
+            os.replace(temporary, target)  # noqa: PTH105
+        except BaseException:
+            os.unlink(temporary)  # noqa: PTH108
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

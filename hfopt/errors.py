@@ -1,0 +1,52 @@
+"""One error tree: what the user can be told, and the exit code that goes with it.
+
+HfoptError                  exit 2   anything below; caught once, in the CLI, and printed without a traceback
+├── ConfigError             exit 2   the config cannot be read or does not say enough
+├── HardwareError           exit 2   no such card, no such device
+├── WorkloadError           exit 2   the model, its task or its batch cannot be built
+├── TraceError              exit 2   the model cannot be traced: names the op and the line
+├── NothingFits             exit 3   no candidate fits the card; carries what would
+├── VirtualGpuError         exit 2   the virtual GPU cannot be built or started here
+└── DryRunError             exit 4   the dry run failed for a reason other than memory
+Exit 1 is not an error: a command that found something (`hfopt check`) ends with it.
+"""
+
+from __future__ import annotations
+
+
+class HfoptError(Exception):
+    """Something the user can act on. `hint` says how."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(HfoptError):
+    pass
+
+
+class HardwareError(HfoptError):
+    pass
+
+
+class WorkloadError(HfoptError):
+    pass
+
+
+class TraceError(HfoptError):
+    pass
+
+
+class NothingFits(HfoptError):  # noqa: N818 - it is an answer, not a failure
+    exit_code = 3
+
+
+class VirtualGpuError(HfoptError):
+    pass
+
+
+class DryRunError(HfoptError):
+    exit_code = 4

@@ -1,0 +1,547 @@
+"""The frozen values that pass between the stages, in pipeline order.
+
+A stage takes some of these and returns others; none of them does I/O. Unknown is None. Units are in the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+"""How the step computes. fp16 and bf16 are autocast (fp16 with a GradScaler); what the weights are stored in is `ModelSpec.weights_dtype`,
+so 'pure bf16' is weights in bfloat16 with precision fp32."""
+
+Task = Literal[
+    "causal_lm",
+    "masked_lm",
+    "seq2seq_lm",
+    "sequence_classification",
+    "token_classification",
+    "question_answering",
+    "image_classification",
+    "semantic_segmentation",
+    "ctc",
+    "speech_seq2seq",
+    "audio_classification",
+    "embedding",
+    "image_text",
+    "custom",
+]
+
+# ---------------------------------------------------------------------------------------------- config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where something stands in a file. Lines and columns count from 1, as editors do."""
+
+    path: str
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing wrong or outdated in a config."""
+
+    severity: Literal["error", "warning", "note"]
+    code: str  # a stable word: unknown_key, removed_key, number_as_string, duplicate_key, ...
+    key: str | None
+    place: Place | None
+    message: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One value that becomes another, and why. `before` is the value in force before, a default included; after=None removes the key."""
+
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    r: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None  # None: peft's defaults for the architecture; "all-linear" as in peft
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    bits: Literal[4, 8]
+    quant_type: str = "nf4"
+    double_quant: bool = False
+    compute_dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Which model is trained, as the config (or the caller) says it."""
+
+    name: str | None  # Hub id, folder, config.json, or a name of the bundled table
+    task: Task | None = None
+    weights_dtype: str | None = None  # 'bfloat16' | 'float16' | 'float32' | 'auto'
+    attn_implementation: str | None = None
+    lora: Lora | None = None
+    quantization: Quantization | None = None
+    frozen: tuple[str, ...] = ()  # prefixes of modules that do not train
+    num_labels: int | None = None
+    trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # config attributes set in the YAML
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """What one sample looks like, as the config says it."""
+
+    dataset: str | None = None
+    max_length: int | None = None
+    max_target_length: int | None = None
+    packing: bool = False
+    image_size: int | None = None
+    audio_seconds: float | None = None
+    samples: int | None = None  # number of training samples, when known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainJob:
+    """A config, read: the arguments of TrainingArguments it sets (right types, current names) and what is trained on what."""
+
+    path: str | None
+    section: tuple[str, ...]  # where the arguments stand in the file, () at the root
+    trainer: Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+    args: Mapping[str, Any]  # only the keys the file sets
+    model: ModelSpec
+    data: DataSpec
+    per_device_batch: int
+    accumulation: int
+    world_size: int = 1  # data-parallel ranks
+    kept: frozenset[str] = frozenset()  # keys the user asked to leave alone
+
+    @property
+    def effective_batch(self) -> int:
+        return self.per_device_batch * self.accumulation * self.world_size
+
+
+# ---------------------------------------------------------------------------------------------- hardware
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One card: from NVML and the catalog, or from the catalog alone (then uuid, free and driver facts are None)."""
+
+    name: str
+    vendor: Literal["nvidia", "amd", "apple"] = "nvidia"
+    memory_bytes: int  # what the driver reports as total
+    free_bytes: int | None = None
+    capability: tuple[int, int] | None = None
+    sms: int | None = None
+    bandwidth_bytes_per_s: float | None = None
+    peak_flops: Mapping[str, float] = field(default_factory=dict)  # dense, by 'fp32', 'tf32', 'fp16', 'bf16', 'fp8'
+    power_limit_w: float | None = None
+    pcie_bytes_per_s: float | None = None
+    nvlink_bytes_per_s: float | None = None  # total, one direction
+    uuid: str | None = None
+    index: int | None = None
+    mig: bool = False
+    catalog_name: str | None = None  # None: not in the catalog, planned by memory only
+    source: str | None = None
+
+    def supports(self, precision: Precision) -> bool:
+        """bf16 and tf32 need 8.0; fp16 tensor cores came with 7.0, before that fp16 saves memory only."""
+        if precision in ("bf16", "tf32"):
+            return self.capability is not None and self.capability >= (8, 0)
+        return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """The machine around the card, as far as this process may use it (affinity, cgroup)."""
+
+    cores: float
+    ram_bytes: int
+    ram_free_bytes: int
+    cpu_name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    gpus: tuple[Gpu, ...]  # () : the CPU is the device
+    host: Host
+    driver_version: str | None = None
+    cuda_version: str | None = None
+    notes: tuple[str, ...] = ()  # what was found odd, for the report
+    hypothetical: bool = False  # the card was named, not detected
+
+    @property
+    def smallest(self) -> Gpu | None:
+        """The card that rules: with several different ones, the one with the least memory."""
+        return min(self.gpus, key=lambda gpu: gpu.memory_bytes, default=None)
+
+
+# ---------------------------------------------------------------------------------------------- workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """What one batch looks like; the batch size itself is given when it is made."""
+
+    kind: Literal["text", "text_to_text", "image", "audio", "audio_to_text", "image_text", "custom"]
+    length: int | None = None  # tokens
+    target_length: int | None = None
+    height: int | None = None
+    width: int | None = None
+    channels: int | None = None
+    audio_samples: int | None = None
+    padded: bool = True  # the attention mask has zeros in it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The model and its batches, ready to be built anywhere (under a fake-tensor mode, on the meta device, for real).
+
+    `build_model()` returns a fresh nn.Module in training mode with adapters, frozen parts and dtypes in place. `make_batch(n)` returns a
+    dict of tensors on the CPU for n samples. `compute_loss(model, batch)` is the Trainer's, or None for `model(**batch).loss`.
+    """
+
+    name: str
+    model_class: str
+    task: Task
+    build_model: Callable[[], Any]
+    make_batch: Callable[[int], dict[str, Any]]
+    shape: BatchShape
+    compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None
+    parameters: int
+    trainable_parameters: int
+    layers: int | None = None  # repeated blocks, what every_n_layers counts
+    tokens_per_sample: int | None = None
+    checkpointable: bool = True
+    batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
+    notes: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- estimate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpointing:
+    """every_n_layers=0 is off, 1 is the usual full checkpointing, n > 1 checkpoints each n-th layer (transformers >= 5.22)."""
+
+    every_n_layers: int = 0
+    use_reentrant: bool = False
+
+    @property
+    def on(self) -> bool:
+        return self.every_n_layers > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """Everything but the batch size that changes what one optimizer step allocates and computes."""
+
+    precision: Precision = "fp32"
+    checkpointing: Checkpointing = Checkpointing()
+    accumulation: int = 1  # only 1 or more than 1 changes the memory
+    optim: str = "adamw_torch"
+    optim_args: str | None = None
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    capability: tuple[int, int] = (8, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCost:
+    """A group of equal kernels of one step; every quantity is affine in the batch: constant + slope × batch."""
+
+    name: str  # aten op
+    kind: Literal["matmul", "attention", "conv", "elementwise", "reduction", "embedding", "optimizer", "copy", "other"]
+    dtype: str
+    phase: Literal["forward", "backward", "optimizer"]
+    count: float  # how many such kernels in one micro-batch (or one optimizer step for phase optimizer)
+    flops_constant: float
+    flops_slope: float
+    bytes_constant: float
+    bytes_slope: float
+    shape: tuple[tuple[int, int], ...] = ()  # matmul: (m, n, k, batch) each as (constant, slope)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """Where the bytes of the peak are; the fields add up to the device's peak exactly."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    temporaries_bytes: int
+    fragmentation_bytes: int  # reserved - allocated, and what rounding adds
+    context_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.logits_bytes
+            + self.temporaries_bytes
+            + self.fragmentation_bytes
+            + self.context_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPeak:
+    """Predicted memory of one configuration at one batch size."""
+
+    batch: int
+    allocated_bytes: int
+    reserved_bytes: int  # the allocator's, without the context
+    context_bytes: int
+    breakdown: Breakdown | None = None
+    moment: str | None = None  # which phase, module and op the peak falls in
+
+    @property
+    def device_bytes(self) -> int:
+        return self.reserved_bytes + self.context_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted time of one optimizer step (all micro-batches of the accumulation)."""
+
+    step_s: float
+    busy_s: float  # the GPU runs a kernel
+    samples_per_s: float
+    tokens_per_s: float | None
+    mfu: float | None
+    bound: Literal["compute", "bandwidth", "launch", "communication", "input"]
+    shares: Mapping[str, float] = field(default_factory=dict)  # by kind of op, of step_s
+
+    @property
+    def gpu_utilization(self) -> float:
+        return self.busy_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderPlan:
+    """How the data is fed."""
+
+    workers: int
+    prefetch_factor: int | None  # None with 0 workers
+    pin_memory: bool
+    persistent_workers: bool
+    sample_s: float  # cost of one sample on one core
+    measured: bool  # False: from the table by modality
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------- search
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One point of the search space. The effective batch is batch × accumulation × world and is the same for all of them."""
+
+    per_device_batch: int
+    accumulation: int
+    precision: Precision
+    checkpointing: Checkpointing = Checkpointing()
+    optim: str | None = None  # None: as the config has it
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """A candidate with what it is predicted to cost."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    candidate: Candidate
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------- verify
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a dry run measured. `device` says on what: a real card, the CPU, or the virtual GPU (whose times mean nothing and are None)."""
+
+    device: Literal["cuda", "cpu", "virtual"]
+    candidate: Candidate
+    outcome: Literal["ok", "oom", "error", "timeout"]
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    eval_peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    data_wait_s: float | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neutrality:
+    """Is trading batch for accumulation gradient-neutral for this model class and transformers version?"""
+
+    model_class: str
+    transformers_version: str
+    neutral: bool
+    ratio: float  # gradient norm of (n/k)×k over that of n×1
+    fixable: bool  # model_accepts_loss_kwargs = False restores it
+    reason: str
+
+
+# ---------------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The settings before or after, priced."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+    loader: LoaderPlan
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """Something only the user may do: a larger effective batch, an environment variable, another card."""
+
+    title: str
+    detail: str
+    flag: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFacts:
+    """What the planner decided; `hfopt.planner.Plan` wraps it with apply(), to_yaml() and report()."""
+
+    job: TrainJob
+    hardware: Hardware
+    effective_batch: int
+    budget_bytes: int  # what may be used on the card after headroom
+    before: Chosen
+    after: Chosen
+    changes: tuple[Change, ...]
+    alternatives: tuple[Priced, ...]
+    rejected: tuple[Rejection, ...]
+    advice: tuple[Advice, ...] = ()
+    trial: Trial | None = None
+    neutrality: Neutrality | None = None
+    notes: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------------------------------------- run time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReading:
+    """One NVML reading of one card; what the driver does not say is None."""
+
+    uuid: str
+    sm_util: float | None = None  # 0..1
+    memory_util: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    own_used_bytes: int | None = None  # this process tree's share
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    throttle: tuple[str, ...] = ()
+    pcie_rx_bytes_per_s: float | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    suspect: tuple[str, ...] = ()  # fields left out of averages because they cannot be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One tick of the sampler."""
+
+    time_s: float
+    gpus: tuple[GpuReading, ...]
+    cpu_util: float | None  # this process tree over the cores it may use, 0..1
+    main_thread_util: float | None
+    ram_used_bytes: int | None
+    ram_total_bytes: int | None
+    disk_read_bytes_per_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What holds the run back, with the evidence."""
+
+    cause: Literal[
+        "input_bound",
+        "launch_bound",
+        "compute_bound",
+        "memory_headroom",
+        "near_limit",
+        "fragmentation",
+        "throttled",
+        "shared_gpu",
+        "pcie_bound",
+        "eval_heavy",
+        "logging_heavy",
+        "saving_heavy",
+        "padding_waste",
+        "slow_rank",
+    ]
+    confidence: float  # 0..1
+    evidence: Mapping[str, float]
+    message: str
+    changes: tuple[Change, ...] = ()
+    predicted_gain: float | None = None  # 0.3: 30 % more samples/s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomSeen:
+    """What is known at the moment memory ran out."""
+
+    phase: Literal["forward", "backward", "optimizer", "evaluation", "unknown"]
+    step: int
+    micro_batch: int  # samples in the micro-batch that failed
+    length: int | None = None  # its real length
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    requested_bytes: int | None = None
+    capacity_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanStep:
+    """The next step down after an OOM."""
+
+    action: Literal["retry_after_clearing", "chunk", "checkpointing", "restart", "give_up"]
+    candidate: Candidate | None
+    reason: str
+    smallest_change: str | None = None
+
+
+MemoryModel = Callable[[Candidate], MemoryPeak]
+TimeModel = Callable[[Candidate], StepTime]
+Batches = Sequence[int]

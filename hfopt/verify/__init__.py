@@ -1,0 +1,1 @@
+"""The promise kept: real steps of the chosen candidate in a child process, and proof that training is unchanged."""

@@ -1,0 +1,62 @@
+"""What every test shares: where the virtual GPU can run, and the rule that a skipped test is a failure where it should have run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Generator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _why_no_virtual_gpu() -> str | None:
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        return "torch is not installed"
+    if not (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists():
+        return "virtual GPU: this torch is a CPU-only build"
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        return "virtual GPU: no C compiler"
+    return None
+
+
+def _has_real_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    why_not = _why_no_virtual_gpu()
+    for item in items:
+        if why_not and item.get_closest_marker("virtual_gpu"):
+            item.add_marker(pytest.mark.skip(reason=why_not))
+        if item.get_closest_marker("gpu") and not _has_real_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a real NVIDIA card"))
+
+
+_skipped_but_required: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
+        _skipped_but_required.append(item.nodeid)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With HFOPT_NO_SKIPS=1 (CI) only tests that need a real card may be skipped."""
+    if os.environ.get("HFOPT_NO_SKIPS") == "1" and _skipped_but_required and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if os.environ.get("HFOPT_NO_SKIPS") == "1" and _skipped_but_required:
+        terminalreporter.section("skipped, but should have run")
+        for nodeid in _skipped_but_required:
+            terminalreporter.write_line(nodeid)

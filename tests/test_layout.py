@@ -1,0 +1,75 @@
+"""The import rules of the design, checked on the source itself, and the promise that importing hfopt is cheap."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hfopt"
+BASE = {"schema", "errors", "units"}
+STAGES = {"config", "hardware", "workload", "estimate", "search", "verify", "virtual", "runtime", "report"}
+ALLOWED_BETWEEN_STAGES = {("verify", "workload"), ("verify", "virtual"), ("runtime", "hardware")}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _part(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+def _imported_parts(path: Path) -> set[str]:
+    """The parts of hfopt that a module imports, lazily or not; an import for type checking only does not count."""
+    tree = ast.parse(path.read_text())
+    skip = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for child in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skip:
+            continue
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: relative import"
+            names.update({node.module} if node.module != "hfopt" else {f"hfopt.{alias.name}" for alias in node.names})
+    return {name.split(".")[1] for name in names if name.startswith("hfopt.")}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_one_way(path: Path) -> None:
+    part, imported = _part(path), _imported_parts(path) - {"__version__"}
+    if part in BASE:
+        assert not imported, f"{part} imports nothing of ours, but imports {imported}"
+    elif part in STAGES:
+        allowed = BASE | {part} | {other for stage, other in ALLOWED_BETWEEN_STAGES if stage == part}
+        assert imported <= allowed, f"{part} may not import {imported - allowed}: only the planner composes stages"
+    elif part == "planner":
+        assert "cli" not in imported
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_module_says_its_idea_in_its_first_line(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring and len(docstring.splitlines()[0]) > 20
+
+
+@pytest.mark.parametrize("arguments", [["-c", "import hfopt"], ["-m", "hfopt", "--help"], ["-m", "hfopt", "--version"]])
+def test_importing_and_help_stay_light(arguments: list[str]) -> None:
+    code = (
+        "import sys, runpy, atexit\n"
+        "heavy = ('torch', 'transformers', 'accelerate', 'datasets', 'numpy', 'pynvml', 'psutil')\n"
+        "atexit.register(lambda: sys.stderr.write('LOADED ' + ','.join(m for m in heavy if m in sys.modules)))\n"
+    )
+    if arguments[0] == "-c":
+        code += arguments[1]
+    else:
+        code += f"sys.argv = {['hfopt', *arguments[2:]]!r}\nrunpy.run_module('hfopt', run_name='__main__')\n"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr.endswith("LOADED "), result.stderr
