@@ -142,6 +142,7 @@ class Gpu:
     name: str
     vendor: Literal["nvidia", "amd", "apple"] = "nvidia"
     memory_bytes: int  # what the driver reports as total
+    usable_bytes: int | None = None  # what CUDA shows a program as total (cudaMemGetInfo): without the driver's own part
     free_bytes: int | None = None
     capability: tuple[int, int] | None = None
     sms: int | None = None

@@ -1,0 +1,166 @@
+"""The catalog of cards (gpus.toml): found by any reasonable name, with peaks computed from SMs, clocks and the architecture's rates.
+
+peak = SMs × operations per SM and clock × clock. A name that fits several cards of different memory is refused with the list;
+if they differ only in form factor (A100-80GB: SXM or PCIe) the slowest is taken and that is said, so that no speed is promised in vain.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from hfopt.errors import HardwareError
+from hfopt.hardware.names import plain, size_gb, without_size, words
+from hfopt.schema import Gpu
+from hfopt.units import MIB, format_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""One direction, after 8b/10b (1, 2), 128b/130b (3 to 5) or FLIT (6) coding: PCI Express Base Specification 6.0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A card and every name it goes by."""
+
+    gpu: Gpu
+    names: tuple[str, ...]  # the catalog's first, then NVML's
+
+    @property
+    def spellings(self) -> tuple[frozenset[str], ...]:
+        return tuple(words(name) for name in self.names)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """The card a name was taken for, and what was assumed."""
+
+    gpu: Gpu
+    note: str | None = None
+
+
+def cards() -> tuple[Gpu, ...]:
+    """Every card of the catalog, in the file's order."""
+    return tuple(entry.gpu for entry in entries())
+
+
+def find(name: str) -> Gpu:
+    """The card of that name; an ambiguous or unknown one is a HardwareError that lists the nearest."""
+    return lookup(name).gpu
+
+
+def lookup(name: str, *, memory_bytes: int | None = None) -> Match:
+    """As find(), with what was assumed; a memory size helps to tell variants apart."""
+    found = _candidates(name)
+    if memory_bytes is not None and len(found) > 1:
+        found = [entry for entry in found if _about_equal(entry.gpu.memory_bytes, memory_bytes)] or found
+    if not found:
+        raise _unknown(name)
+    if len(found) == 1:
+        return Match(gpu=found[0].gpu)
+    gpus = [entry.gpu for entry in found]
+    if len({(gpu.memory_bytes, gpu.capability) for gpu in gpus}) > 1:
+        raise HardwareError(f"'{name}' can mean several cards: {_listed(gpus)}", hint="write one of these names")
+    slowest = min(gpus, key=lambda gpu: (gpu.peak_flops["fp16"], gpu.bandwidth_bytes_per_s or 0))
+    others = ", ".join(gpu.name for gpu in gpus if gpu is not slowest)
+    return Match(gpu=slowest, note=f"'{name}' is taken for the {slowest.name}, the slowest of that name and memory (also: {others})")
+
+
+def identify(product_name: str, memory_bytes: int) -> Gpu | None:
+    """The card NVML names so. Variants under one product name are told apart by their memory; None: not in the catalog."""
+    key = plain(product_name)
+    found = [entry.gpu for entry in entries() if key in map(plain, entry.names)]
+    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+
+
+def nearest(name: str, count: int = 5) -> tuple[str, ...]:
+    """The catalog names most like this one."""
+    wanted = " ".join(sorted(without_size(words(name)))) or name.lower()
+
+    def likeness(gpu: Gpu) -> float:
+        return difflib.SequenceMatcher(None, wanted, " ".join(sorted(without_size(words(gpu.name))))).ratio()
+
+    return tuple(gpu.name for gpu in sorted(cards(), key=likeness, reverse=True)[:count])
+
+
+def _candidates(name: str) -> list[Entry]:
+    """Entries that the name fits, the best kind of fit only: the full name, the same words, the same but for the size, more words."""
+    wanted, size = words(name), size_gb(words(name))
+    if not without_size(wanted):
+        return []
+    fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.gpu.memory_bytes, size)]
+    kinds: tuple[Callable[[Entry], bool], ...] = (
+        lambda entry: plain(entry.gpu.name) == plain(name),
+        lambda entry: plain(name) in map(plain, entry.names),
+        lambda entry: wanted == words(entry.gpu.name),
+        lambda entry: wanted in entry.spellings,
+        lambda entry: without_size(wanted) == without_size(words(entry.gpu.name)),
+        lambda entry: any(without_size(wanted) <= spelling for spelling in entry.spellings),
+    )
+    for fits in kinds:
+        if found := [entry for entry in fitting if fits(entry)]:
+            return found
+    return []
+
+
+def _is_sold_as(memory_bytes: int, gigabytes: int) -> bool:
+    """15360 MiB is sold as 16 GB: drivers and ECC (1/16) take a part, and vendors round."""
+    gib = memory_bytes / (1 << 30)
+    return gib - 0.5 <= gigabytes <= gib * 1.075 + 0.6
+
+
+def _about_equal(left: int, right: int) -> bool:
+    return abs(left - right) <= 0.1 * right
+
+
+def _unknown(name: str) -> HardwareError:
+    hint = f"nearest: {', '.join(nearest(name))}; `hfopt gpus` lists all cards"
+    return HardwareError(f"no card called '{name}' in the catalog", hint=hint)
+
+
+def _listed(gpus: Iterable[Gpu], limit: int = 10) -> str:
+    parts = [f"{gpu.name} ({format_bytes(gpu.memory_bytes)})" for gpu in gpus]
+    return ", ".join(parts[:limit]) + (f" and {len(parts) - limit} more" if len(parts) > limit else "")
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """The file as it is, read once."""
+    return tomllib.loads(files("hfopt.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    architectures = table()["architectures"]
+    return tuple(_entry(card, architectures[card["architecture"]]) for card in table()["cards"])
+
+
+def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
+    boost_hz, tensor_hz = card["boost_mhz"] * 1e6, card.get("tensor_mhz", card["boost_mhz"]) * 1e6
+    gpu = Gpu(
+        name=card["name"],
+        memory_bytes=card["memory_mib"] * MIB,
+        usable_bytes=card["usable_mib"] * MIB if "usable_mib" in card else None,
+        capability=(architecture["capability"][0], architecture["capability"][1]),
+        sms=card["sms"],
+        bandwidth_bytes_per_s=card["bandwidth_gb_s"] * 1e9,
+        peak_flops={
+            precision: card["sms"] * rate * (boost_hz if precision == "fp32" else tensor_hz)
+            for precision, rate in architecture["flops_per_sm_clock"].items()
+        },
+        power_limit_w=card["power_w"],
+        pcie_bytes_per_s=PCIE_BYTES_PER_S_PER_LANE[card["pcie_generation"]] * card["pcie_lanes"],
+        nvlink_bytes_per_s=card["nvlink_gb_s"] * 1e9 if "nvlink_gb_s" in card else None,
+        catalog_name=card["name"],
+        source=card["source"],
+    )
+    return Entry(gpu=gpu, names=(card["name"], *card.get("nvml", ())))

@@ -1,0 +1,51 @@
+"""What a card is called, forgivingly: a name becomes a set of words in which spelling, order and vendor prefixes do not matter.
+
+'NVIDIA GeForce RTX 4060 Laptop GPU', 'rtx 4060 laptop' and '4060-Mobile' are all {4060, laptop}; 'A100-SXM4-80GB' is {a100, sxm, 80gb}.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NOISE = frozenset(
+    {"nvidia", "geforce", "rtx", "gtx", "tesla", "gpu", "graphics", "card", "generation", "gen", "edition", "design", "with"}
+    | {"hbm2", "hbm2e", "hbm3e"}  # but not hbm3: it tells the H100 SXM from the H100 PCIe
+)
+_SYNONYMS = {"mobile": "laptop", "notebook": "laptop", "ws": "workstation"}
+_REWRITES = (
+    (re.compile(r"titan[\s_-]*(rtx|xp|x|v)\b"), r"titan\1"),  # here 'rtx' is the name
+    (re.compile(r"max[\s_-]*q"), "maxq"),
+    (re.compile(r"(\d+)\s*gi?b\b"), r" \1gb "),
+    (re.compile(r"\bsxm\d?\b"), "sxm"),
+    (re.compile(r"\bpci-?e\b"), "pcie"),
+    (re.compile(r"\b(rtx|gtx)(?=[a\d])"), r"\1 "),
+    (re.compile(r"\b(\d{4})(ti|super|m|d|s)\b"), r"\1 \2"),
+    (re.compile(r"\b(\d{4})\s*(ti)?\s*m\b"), r"\1 \2 laptop"),
+    (re.compile(r"\b(\d{4}(?:\s*ti)?)\s*s\b"), r"\1 super"),
+    (re.compile(r"\btisuper\b"), "ti super"),
+)
+_SIZE = re.compile(r"^(\d+)gb$")
+
+
+def words(name: str) -> frozenset[str]:
+    """The words of a name that tell cards apart."""
+    text = name.lower()
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    found = re.findall(r"\d+g\.\d+gb|[a-z]*\d+[a-z]*|[a-z]+", text)
+    return frozenset(_SYNONYMS.get(word, word) for word in found if word not in _NOISE)
+
+
+def size_gb(found: frozenset[str]) -> int | None:
+    """The memory size among the words ('80gb' -> 80), if there is one."""
+    return next((int(match[1]) for word in found if (match := _SIZE.match(word))), None)
+
+
+def without_size(found: frozenset[str]) -> frozenset[str]:
+    return frozenset(word for word in found if not _SIZE.match(word))
+
+
+def plain(name: str) -> str:
+    """A product name as a key: lower case, one space, no vendor prefix (drivers before 465 left 'NVIDIA' out) and no trailing 'GPU'."""
+    text = " ".join(name.lower().replace("(tm)", "").split())
+    return text.removeprefix("nvidia ").removesuffix(" gpu")
