@@ -135,7 +135,8 @@ def _listed(gpus: Iterable[Gpu], limit: int = 10) -> str:
 @cache
 def table() -> Mapping[str, Any]:
     """The file as it is, read once."""
-    return tomllib.loads(files("hfopt.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+    read: Mapping[str, Any] = tomllib.loads(files("hfopt.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+    return read
 
 
 @cache
