@@ -1,0 +1,154 @@
+"""Compiles the virtual GPU once per torch build and source version, into the user's cache folder.
+
+Every symbol torch imports from CUDA's libraries that csrc/*.c does not define becomes a stub that returns success. A build happens
+in a temporary folder next to its place and is renamed into it, so builders may race and a killed one leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hfopt.errors import VirtualGpuError
+from hfopt.virtual.toolchain import Toolchain
+
+SOURCES = Path(__file__).parent / "csrc"
+_FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-std=gnu11", "-w")
+_NVML_SOURCES = ("nvml", "card", "board")
+
+_TORCH_LIBRARIES = (
+    "libc10_cuda.so",
+    "libtorch_cuda.so",
+    "libtorch_python.so",
+    "libtorch_cpu.so",
+    "libtorch_nvshmem.so",
+    "libtorch_cuda_linalg.so",
+    "libcaffe2_nvrtc.so",
+)
+_CUDA_NAME = re.compile(
+    r"^(__cuda|cuda[A-Z]|cublas|cudnn|nccl[A-Z]|cu(Ctx|Device|Func|Get|Launch|Link|Module|Occupancy|Pointer|TensorMap))"
+)
+_NEEDS_NO_DEVICE = re.compile(
+    r"^(cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|ncclGet(Version|ErrorString|LastError))$"
+)
+_BITSANDBYTES_NEEDS = {"cudaMemPrefetchAsync"}
+# Success with the outputs left unset would be worse than an error.
+_NOT_SUPPORTED = (
+    (re.compile(r"^cudnn.*(RNN|CTC|Spatial|Find)"), 3000),
+    (re.compile(r"^cuda(Ipc|Graph|Library|UserObject|StreamBeginCapture|StreamEndCapture)"), 801),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Libraries:
+    cuda: Path
+    nvml: Path
+
+
+def libraries(toolchain: Toolchain) -> Libraries:
+    """The two libraries for this torch, built now if they are not in the cache."""
+    place = _cache_root() / _key(toolchain)
+    found = Libraries(cuda=place / "libhfopt_cuda.so", nvml=place / "libhfopt_nvml.so")
+    if not (found.cuda.exists() and found.nvml.exists()):
+        _build_into(place, toolchain)
+    return found
+
+
+def _key(toolchain: Toolchain) -> str:
+    digest = hashlib.sha256(" ".join((*_FLAGS, *map(str, toolchain.includes))).encode())
+    for source in (*sorted(SOURCES.iterdir()), Path(__file__)):
+        digest.update(source.name.encode() + source.read_bytes())
+    digest.update(str((toolchain.torch.libraries / "libtorch_cuda.so").stat().st_size).encode())
+    return f"torch-{toolchain.torch.version}-{digest.hexdigest()[:16]}"
+
+
+def _cache_root() -> Path:
+    """A folder only this user can write to: what is in it gets loaded into their processes. LD_PRELOAD splits at spaces and colons."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    root = Path(base) / "hfopt" / "virtual"
+    if not root.is_absolute() or re.search(r"[\s:]", str(root)):
+        root = Path(tempfile.gettempdir()) / f"hfopt-{os.getuid()}" / "virtual"
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = root.stat()
+    except OSError as error:
+        raise VirtualGpuError(
+            f"cannot use the cache folder {root}: {error.strerror}", hint="set XDG_CACHE_HOME to a folder you can write to"
+        ) from error
+    if status.st_uid != os.getuid():
+        raise VirtualGpuError(f"the cache folder {root} belongs to another user", hint="set XDG_CACHE_HOME to a folder of your own")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        root.chmod(0o700)
+    return root
+
+
+def _build_into(place: Path, toolchain: Toolchain) -> None:
+    try:
+        work = Path(tempfile.mkdtemp(prefix=".build-", dir=place.parent))
+    except OSError as error:
+        raise VirtualGpuError(f"cannot write to the cache folder {place.parent}: {error.strerror}") from error
+    try:
+        _compile(work, toolchain)
+        for leftover in work.glob("*.[co]"):
+            leftover.unlink()
+        try:
+            work.rename(place)
+        except OSError:  # another builder was first, with the same result
+            if not (place / "libhfopt_nvml.so").exists():
+                raise
+    except OSError as error:
+        raise VirtualGpuError(f"cannot build the virtual GPU in {place.parent}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compile(work: Path, toolchain: Toolchain) -> None:
+    flags = (*_FLAGS, f"-I{SOURCES}", *(f"-I{path}" for path in toolchain.includes))
+    objects = {}
+    for source in sorted(SOURCES.glob("*.c")):
+        objects[source.stem] = work / f"{source.stem}.o"
+        _run(toolchain.compiler, *flags, "-c", str(source), "-o", str(objects[source.stem]))
+    cuda = [path for stem, path in objects.items() if stem != "nvml"]
+    stubs = work / "stubs.c"
+    stubs.write_text(_stub_source(cuda, toolchain))
+    _run(toolchain.compiler, *flags, "-c", str(stubs), "-o", str(work / "stubs.o"))
+    # The sonames are what libcaffe2_nvrtc.so and the dlopen calls of torch and pynvml look for.
+    _link(toolchain, work / "libhfopt_cuda.so", "libcuda.so.1", [*cuda, work / "stubs.o"])
+    _link(toolchain, work / "libhfopt_nvml.so", "libnvidia-ml.so.1", [objects[stem] for stem in _NVML_SOURCES])
+
+
+def _link(toolchain: Toolchain, output: Path, soname: str, objects: list[Path]) -> None:
+    _run(toolchain.compiler, "-shared", "-o", str(output), *map(str, objects), f"-Wl,-soname,{soname}", "-lpthread", "-ldl")
+
+
+def _stub_source(objects: list[Path], toolchain: Toolchain) -> str:
+    defined = {line.split()[-1] for path in objects for line in _run(toolchain.nm, "--defined-only", "-g", str(path)).splitlines() if line}
+    needed = set(_BITSANDBYTES_NEEDS)
+    for name in _TORCH_LIBRARIES:
+        path = toolchain.torch.libraries / name
+        if path.exists():
+            symbols = _run(toolchain.nm, "-D", "--undefined-only", str(path)).splitlines()
+            needed.update(symbol for line in symbols if _CUDA_NAME.match(symbol := line.split()[-1].split("@")[0]))
+    lines = [
+        '#include "stub.h"',
+        '#define STUB(f, result) __attribute__((visibility("default"))) int f(void) { return stub_called(#f, result); }',
+    ]
+    for symbol in sorted(needed - defined):
+        if not _NEEDS_NO_DEVICE.match(symbol):
+            lines.append(f"STUB({symbol}, {next((code for pattern, code in _NOT_SUPPORTED if pattern.match(symbol)), 0)})")
+    return "\n".join(lines) + "\n"
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise VirtualGpuError(f"the virtual GPU could not be built: {Path(command[0]).name} said: {said[0] if said else done.returncode}")
+    return done.stdout

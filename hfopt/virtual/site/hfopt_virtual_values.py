@@ -1,0 +1,137 @@
+"""True values for small integer and boolean tensors on the virtual GPU.
+
+Its kernels do nothing, so `if attention_mask.all():` would read garbage and the model would take another attention kernel than on a
+real card. This torch function mode keeps a CPU twin of every small integer or boolean CUDA tensor whose content follows from the host,
+and runs each operation on the twins as well. It works at the Python API, above the dispatcher, allocates nothing on the device and
+does not change what runs there. Scalars whose value is not known (the loss, a gradient norm) read as zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_MOST_ELEMENTS = 1 << 22
+_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "equal"}
+_RANDOM = {"randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "multinomial", "random_"}
+_twins = WeakTensorKeyDictionary()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
+
+
+def _names_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.startswith("cuda"))
+
+
+def _on_host(value: Any) -> Any:
+    """An argument as the run on the twins sees it."""
+    if isinstance(value, torch.Tensor):
+        return _twins[value] if value.is_cuda else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_on_host, value))
+    return torch.device("cpu") if _names_cuda(value) else value
+
+
+def _zeros(value: Any) -> Any:
+    return torch.zeros_like(value, device="cpu") if isinstance(value, torch.Tensor) else value
+
+
+def _may_have_twin(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
+
+
+def _remember(out: Any, twin: Any) -> Any:
+    """Attach the CPU results to the CUDA results; give data-dependent sizes their true size."""
+    if isinstance(out, torch.Tensor) and isinstance(twin, torch.Tensor):
+        if not _may_have_twin(out):
+            return out
+        if out.shape != twin.shape:
+            out = twin.to(out.device)
+        _twins[out] = twin
+        return out
+    if type(out) in (tuple, list) and type(twin) is type(out) and len(out) == len(twin):
+        return type(out)(map(_remember, out, twin))
+    return out
+
+
+def _without_masks(index: Any) -> Any:
+    """Replace known boolean masks in an index by the positions CUDA would find with nonzero()."""
+    items: list[Any] = []
+    for item in index if type(index) is tuple else (index,):
+        if isinstance(item, torch.Tensor) and item.dtype == torch.bool and item in _twins:
+            items.extend(found.to(item.device) for found in _twins[item].nonzero(as_tuple=True))
+        else:
+            items.append(item)
+    return items[0] if len(items) == 1 else tuple(items)
+
+
+class _Values(TorchFunctionMode):  # type: ignore[misc]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            return func(*args, **kwargs)
+        try:
+            cuda = [tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.is_cuda]
+        except RuntimeError:  # inside a transform such as vmap
+            return func(*args, **kwargs)
+        known = all(tensor in _twins for tensor in cuda)
+        if name in _READS and cuda:
+            return func(*map(_on_host if known else _zeros, args), **kwargs)
+        if name in ("__getitem__", "__setitem__") and cuda:
+            args = (args[0], _without_masks(args[1]), *args[2:])
+        out = func(*args, **kwargs)
+        if name in _RANDOM or not known:
+            if cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
+                _twins.pop(args[0], None)  # overwritten with something unknown
+            return out
+        if not cuda and name != "cuda" and not any(map(_names_cuda, (*args, *kwargs.values()))):
+            return out
+        return _run_on_twins(func, name, args, kwargs, out, bool(cuda))
+
+
+def _run_on_twins(func: Any, name: str, args: Any, kwargs: Any, out: Any, has_cuda: bool) -> Any:
+    results = _tensors((out,))
+    if name != "__setitem__" and not any(_may_have_twin(tensor) or (has_cuda and not tensor.is_cuda) for tensor in results):
+        return out
+    try:
+        if name == "cuda":
+            twin = _twins[args[0]] if has_cuda else args[0].clone()
+        else:
+            twin = func(*map(_on_host, args), **{key: _on_host(value) for key, value in kwargs.items()})
+            if not has_cuda and args and twin is args[0]:
+                twin = twin.clone()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return out
+    if isinstance(out, torch.Tensor) and not out.is_cuda:
+        return twin  # device to host
+    return _remember(out, twin)
+
+
+def install() -> None:
+    """Turns the mode on in this thread, for good."""
+    _Values().__enter__()
+    # DDP compares parameter counts gathered by a kernel, which would read as zero
+    import torch.nn.parallel.distributed as ddp
+
+    ddp._verify_param_shape_across_processes = lambda *_, **__: True
+    compile_for_real = torch.compile
+
+    @functools.wraps(compile_for_real)
+    def compile_loudly(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn("virtual GPU: torch.compile is not modelled; what follows runs eagerly", stacklevel=2)
+        return compile_for_real(*args, **kwargs)
+
+    torch.compile = compile_loudly
