@@ -455,6 +455,37 @@ class PlanFacts:
     notes: tuple[str, ...] = ()
 
 
+# ---------------------------------------------------------------------------------------------- charts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimelinePoint:
+    """Allocated memory at one moment of the step, by category (the names of Breakdown without `_bytes`)."""
+
+    position: float  # 0..1, share of the step's allocation events gone by
+    bytes_by_category: Mapping[str, int]
+    moment: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPoint:
+    """What one per-device batch size would cost and bring."""
+
+    batch: int
+    checkpointing: bool
+    device_bytes: int
+    samples_per_s: float | None
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCharts:
+    """What the page draws beside the facts."""
+
+    timeline: tuple[TimelinePoint, ...] = ()
+    batches: tuple[BatchPoint, ...] = ()
+
+
 # ---------------------------------------------------------------------------------------------- run time
 
 

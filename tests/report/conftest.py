@@ -1,0 +1,127 @@
+"""A plan made by hand, and a real browser to open pages in."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hfopt.schema import (
+    BatchPoint,
+    Candidate,
+    Change,
+    Checkpointing,
+    Chosen,
+    DataSpec,
+    Gpu,
+    Hardware,
+    Host,
+    LoaderPlan,
+    MemoryPeak,
+    ModelSpec,
+    PlanCharts,
+    PlanFacts,
+    Priced,
+    Rejection,
+    StepTime,
+    TimelinePoint,
+    TrainJob,
+)
+from hfopt.units import GIB
+
+HOSTILE = "</script><img src=x onerror=\"document.title='pwned'\">"
+
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+PROBE = """
+const errors = [];
+addEventListener('error', e => errors.push(String(e.message)), true);
+console.error = (...words) => errors.push(words.join(' '));
+addEventListener('load', () => setTimeout(() => parent.postMessage(JSON.stringify({
+  errors, title: document.title, images: document.images.length,
+  width: innerWidth, overflow: document.documentElement.scrollWidth - innerWidth,
+  charts: [...document.querySelectorAll('.js-plotly-plot')].map(chart => chart.querySelectorAll('svg path').length),
+}), '*'), 1500));
+"""
+
+
+def _priced(batch: int, accumulation: int, device_gib: float, rate: float) -> Priced:
+    return Priced(
+        candidate=Candidate(per_device_batch=batch, accumulation=accumulation, precision="bf16"),
+        memory=MemoryPeak(batch=batch, allocated_bytes=int(device_gib * GIB), reserved_bytes=int(device_gib * GIB), context_bytes=0),
+        time=StepTime(step_s=96 / rate, busy_s=48 / rate, samples_per_s=rate, tokens_per_s=None, mfu=None, bound="compute"),
+    )
+
+
+def _chosen(priced: Priced) -> Chosen:
+    loader = LoaderPlan(
+        workers=2, prefetch_factor=2, pin_memory=True, persistent_workers=True, sample_s=1e-3, measured=False, reason="by modality"
+    )
+    return Chosen(candidate=priced.candidate, memory=priced.memory, time=priced.time, loader=loader, fits=True)
+
+
+@pytest.fixture
+def facts() -> PlanFacts:
+    job = TrainJob(
+        path="c.yaml",
+        section=(),
+        trainer="Trainer",
+        args={},
+        model=ModelSpec(name=HOSTILE),
+        data=DataSpec(),
+        per_device_batch=32,
+        accumulation=3,
+    )
+    slow = Candidate(per_device_batch=96, accumulation=1, precision="bf16", checkpointing=Checkpointing(every_n_layers=1))
+    return PlanFacts(
+        job=job,
+        hardware=Hardware(gpus=(Gpu(name="RTX 3070", memory_bytes=8 * GIB),), host=Host(cores=2, ram_bytes=GIB, ram_free_bytes=GIB)),
+        effective_batch=96,
+        budget_bytes=7 * GIB,
+        before=_chosen(_priced(32, 3, 3.0, 100.0)),
+        after=_chosen(_priced(48, 2, 4.25, 150.0)),
+        changes=(Change(key="per_device_train_batch_size", before=32, after=48, reason=HOSTILE),),
+        alternatives=(_priced(24, 4, 2.5, 120.0),),
+        rejected=(Rejection(candidate=slow, reason="does not fit"),),
+    )
+
+
+@pytest.fixture
+def charts() -> PlanCharts:
+    return PlanCharts(
+        timeline=tuple(
+            TimelinePoint(position=i / 10, bytes_by_category={"weights": GIB, "activations": min(i, 10 - i) * GIB // 2}) for i in range(11)
+        ),
+        batches=tuple(
+            BatchPoint(batch=2**i, checkpointing=c, device_bytes=(2**i + 8) * GIB // 10, samples_per_s=10.0 * 2**i, fits=i < 6)
+            for i in range(7)
+            for c in (False, True)
+        ),
+    )
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Callable[[Path, int], dict[str, object]]:
+    """Opens a page in headless Chromium at a width and returns what its own scripts saw: errors, charts drawn, overflow, title."""
+    program = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+
+    def look(page: Path, width: int) -> dict[str, object]:
+        (tmp_path / "probed.html").write_text(page.read_text().replace("<head>", f"<head><script>{PROBE}</script>", 1))
+        frame = tmp_path / "frame.html"  # Chromium's smallest window is 500 px wide: a phone is a frame of that width
+        frame.write_text(
+            f'<iframe src="probed.html" style="width:{width}px;height:900px;border:0"></iframe><pre id="probe"></pre>'
+            "<script>onmessage = e => document.getElementById('probe').textContent = e.data</script>"
+        )
+        profile = f"--user-data-dir={tmp_path / 'profile'}"
+        command = [program, *FLAGS.split(), profile, "--virtual-time-budget=10000", "--dump-dom", frame.as_uri()]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        seen: dict[str, object] = json.loads(html.unescape(result.stdout.split('<pre id="probe">')[1].split("</pre>")[0]))
+        return seen
+
+    return look
