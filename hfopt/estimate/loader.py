@@ -1,0 +1,171 @@
+"""How many workers and how much prefetch the step needs: the fewest whose rate meets the demand with a margin, within cores and RAM.
+
+One worker makes 1/sample_s samples a second. The demand is what the step consumes; a `MARGIN` on top covers hiccups. Workers are bounded
+by the cores this process may use, shared by the ranks of this node, less one for the training loop. Zero workers is right when the main
+process prepares a batch in a small share of the step. Prefetch covers the variance: the queue outlasts a batch of `mean + 3·deviation`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any, Literal
+
+from hfopt.schema import Host, LoaderPlan
+from hfopt.units import format_rate, format_seconds
+
+MARGIN = 1.3
+INLINE_SHARE = 0.02  # with 0 workers the step waits for its data: accepted up to this share
+RAM_SHARE = 0.25  # of the free RAM may be held by the queues
+WORKER_RAM_BYTES = (
+    350 << 20
+)  # a forked worker's own pages: Python, torch, the dataset's handles (resident set measured on Linux, torch 2.13)
+
+Modality = Literal["text", "image", "audio", "spectrogram", "image_text", "custom"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleCost:
+    """What one sample costs on one core: reading, decoding, transforming, and its share of the collation."""
+
+    mean_s: float
+    deviation_s: float
+    measured: bool
+    source: str
+
+
+TABLE: dict[str, tuple[float, float, str]] = {
+    # modality: mean, deviation, what it is. The first four measured by benchmarks/sample_costs.py on one core of an AMD EPYC.
+    "text": (60e-6, 20e-6, "tokenised text: indexing an Arrow table and padding"),
+    "image": (4.2e-3, 1.0e-3, "a JPEG of 500×375: decode, resize, crop to 224, normalise"),
+    "audio": (1.5e-3, 0.7e-3, "10 s of sound: read, resample, normalise"),
+    "spectrogram": (11e-3, 3.5e-3, "30 s of sound to a log-mel spectrogram"),
+    "image_text": (4.3e-3, 1.0e-3, "an image and its caption: the sum of both"),
+    "custom": (1e-3, 1e-3, "unknown data: between text and images"),
+}
+
+
+def typical_cost(modality: str) -> SampleCost:
+    mean_s, deviation_s, source = TABLE.get(modality, TABLE["custom"])
+    return SampleCost(mean_s=mean_s, deviation_s=deviation_s, measured=False, source=source)
+
+
+def measure_cost(
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    *,
+    batch: int = 8,
+    budget_s: float = 1.0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> SampleCost | None:
+    """Times `dataset[i]` and the collation on the data itself, for at most `budget_s`; None when it cannot be indexed."""
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
+        return None
+    count = len(dataset)
+    stride = max(1, count // 64)
+    costs: list[float] = []
+    started = clock()
+    position = 0
+    while clock() - started < budget_s and len(costs) < 64:
+        indices = [(position + offset * stride) % count for offset in range(batch)]
+        before = clock()
+        collate([dataset[index] for index in indices])
+        costs.append((clock() - before) / batch)
+        position += 1
+    if len(costs) > 1:
+        costs = costs[1:]  # the first opens files and warms caches
+    return SampleCost(
+        mean_s=fmean(costs),
+        deviation_s=pstdev(costs) * math.sqrt(batch),  # of a single sample: the mean of `batch` varies less
+        measured=True,
+        source=f"measured on {len(costs) * batch} samples of the training data",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What the training loop asks of the loader on one rank."""
+
+    micro_batch: int
+    step_s: float  # of one optimizer step
+    accumulation: int
+    batch_bytes: int  # of one micro-batch in host memory
+    ranks_on_node: int = 1
+    on_gpu: bool = True
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.micro_batch * self.accumulation / self.step_s
+
+
+def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
+    """The smallest sufficient number of workers, with the reason in words."""
+    limit = max(0, math.floor(host.cores / demand.ranks_on_node) - 1)
+    wait_share = cost.mean_s * demand.samples_per_s
+    if wait_share <= INLINE_SHARE or (limit == 0 and host.cores < 2):
+        return _inline(demand, cost, wait_share)
+    limit = max(limit, 1)
+    needed = math.ceil(MARGIN * wait_share)
+    workers = min(needed, limit)
+    prefetch = _prefetch(demand, cost, workers)
+    workers, prefetch = _within_ram(workers, prefetch, demand, host)
+    if workers == 0:
+        return _inline(demand, cost, wait_share, reason="the free RAM does not hold a worker and its queue")
+    rate = format_rate(demand.samples_per_s, "samples")
+    origin = "measured" if cost.measured else "typical for this data"
+    reason = (
+        f"the step takes {rate} and a core makes {format_rate(1 / cost.mean_s, 'samples')} ({origin}): {needed} worker(s) with a margin"
+    )
+    if needed > workers:
+        reason += f"; only {workers} of the {host.cores:g} cores can be spared, so the loader will hold the step back"
+    return LoaderPlan(
+        workers=workers,
+        prefetch_factor=prefetch,
+        pin_memory=demand.on_gpu,
+        persistent_workers=True,
+        sample_s=cost.mean_s,
+        measured=cost.measured,
+        reason=reason,
+    )
+
+
+def loader_rate(workers: int, cost: SampleCost, host: Host, *, ranks_on_node: int = 1) -> float:
+    """Samples a second the loader can deliver to one rank; without workers the caller adds the cost to the step instead."""
+    cores = max(1.0, host.cores / ranks_on_node)
+    return min(max(workers, 1), cores) / cost.mean_s
+
+
+def _inline(demand: Demand, cost: SampleCost, wait_share: float, reason: str | None = None) -> LoaderPlan:
+    batch_s = cost.mean_s * demand.micro_batch
+    text = reason or f"preparing a batch takes {format_seconds(batch_s)}, {100 * wait_share:.1f} % of the step: workers would not pay"
+    return LoaderPlan(
+        workers=0,
+        prefetch_factor=None,
+        pin_memory=demand.on_gpu,
+        persistent_workers=False,
+        sample_s=cost.mean_s,
+        measured=cost.measured,
+        reason=text,
+    )
+
+
+def _prefetch(demand: Demand, cost: SampleCost, workers: int) -> int:
+    """Batches per worker so that the queue outlasts a slow batch: 2 is PyTorch's default, more when the cost varies."""
+    batch_mean_s = cost.mean_s * demand.micro_batch
+    slow_s = batch_mean_s + 3 * cost.deviation_s * math.sqrt(demand.micro_batch)
+    micro_s = demand.step_s / demand.accumulation
+    outlast = math.ceil(slow_s / (micro_s * workers)) if micro_s else 2
+    return max(2, min(outlast, 8))
+
+
+def _within_ram(workers: int, prefetch: int, demand: Demand, host: Host) -> tuple[int, int]:
+    """Shrinks the queue, then the workers, until workers × prefetch × batch bytes and the workers themselves fit."""
+    room = RAM_SHARE * host.ram_free_bytes / demand.ranks_on_node
+    choices: Sequence[tuple[int, int]] = [(w, p) for w in range(workers, 0, -1) for p in range(prefetch, 0, -1)]
+    for count, depth in choices:
+        if count * (depth * demand.batch_bytes + WORKER_RAM_BYTES) <= room:
+            return count, depth
+    return 0, 0

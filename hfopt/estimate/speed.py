@@ -1,0 +1,100 @@
+"""How fast a device is: a card's peaks and bandwidth times the shares of `efficiency.toml`, in one value the step-time model reads.
+
+`speed_of` needs the card's facts (bandwidth, SMs, dense peaks); a card the catalog does not know has no speed, and None says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.resources import files
+from typing import Any
+
+from hfopt.schema import Gpu
+
+toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostCost:
+    """Seconds the host spends per launched kernel, per wait for the device and per optimizer step."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    sync_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """A device as the step-time model sees it. Rates are reachable ones: peak × efficiency."""
+
+    name: str
+    matmul_flops: Mapping[str, float]  # by arithmetic: fp32, tf32, fp16, bf16
+    peak_flops: Mapping[str, float]  # the data sheet's, for MFU
+    attention_share: float  # of the matmul rate
+    conv_share: float
+    memory_bytes_per_s: float
+    reduction_bytes_per_s: float
+    sms: int
+    kernel_floor_s: float
+    host: HostCost
+    asynchronous: bool = True  # the host runs ahead of the device
+    link_bytes_per_s: float | None = None  # between devices, one direction
+    fitted_on: str = ""  # the architecture whose published rows the shares come from
+
+
+@cache
+def table() -> dict[str, Any]:
+    parsed: dict[str, Any] = toml.loads((files("hfopt.estimate") / "efficiency.toml").read_text(encoding="utf-8"))
+    return parsed
+
+
+def architecture(capability: tuple[int, int] | None) -> tuple[str, dict[str, Any]]:
+    """The row for a capability, resolved through `like`: (name of the architecture that was fitted, its shares)."""
+    rows: dict[str, dict[str, Any]] = table()["architectures"]
+    wanted = "8.0" if capability is None else f"{capability[0]}.{capability[1]}"
+    name = next((key for key, row in rows.items() if wanted in row["capabilities"]), None)
+    if name is None:
+        major = int(wanted.split(".")[0])
+        name = next((key for key, row in rows.items() if any(c.startswith(f"{major}.") for c in row["capabilities"])), "hopper")
+    while "like" in rows[name]:
+        name = rows[name]["like"]
+    return name, rows[name]
+
+
+def speed_of(gpu: Gpu) -> Speed | None:
+    """The card's speed; None when the catalog has no peak or bandwidth for it."""
+    fp32 = gpu.peak_flops.get("fp32")
+    if gpu.bandwidth_bytes_per_s is None or fp32 is None:
+        return None
+    name, shares = architecture(gpu.capability)
+    host, kernel = table()["host"], table()["kernel"]
+    matmul = shares["matmul"]
+    rates = {
+        kind: gpu.peak_flops[kind] * matmul.get(kind, matmul["fp16"]) for kind in ("fp32", "tf32", "fp16", "bf16") if kind in gpu.peak_flops
+    }
+    return Speed(
+        name=gpu.name,
+        matmul_flops=rates,
+        peak_flops=dict(gpu.peak_flops),
+        attention_share=shares["attention"] / matmul["fp16"],
+        conv_share=kernel["conv_share"],
+        memory_bytes_per_s=gpu.bandwidth_bytes_per_s * shares["memory"],
+        reduction_bytes_per_s=gpu.bandwidth_bytes_per_s * shares["reduction"],
+        sms=gpu.sms or max(1, round(fp32 / 1.6e11)),
+        kernel_floor_s=kernel["floor_us"] * 1e-6,
+        host=HostCost(
+            forward_s=host["forward_us"] * 1e-6,
+            backward_s=host["backward_us"] * 1e-6,
+            optimizer_s=host["optimizer_us"] * 1e-6,
+            sync_s=host["sync_us"] * 1e-6,
+            step_s=host["step_us"] * 1e-6,
+        ),
+        link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
+        fitted_on=name,
+    )

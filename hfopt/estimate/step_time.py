@@ -1,0 +1,191 @@
+"""The time of one optimizer step: a roofline per kernel on the device, a launch cost per kernel on the host, and the two overlaid.
+
+Device, per kernel: max(arithmetic, memory, floor). A matmul's arithmetic is its tiles in whole waves over the SMs (the best of a few tile
+shapes and split-K factors, as cuBLAS picks); everything else is its bytes over the bandwidth its kind reaches. Host, per kernel: a constant
+by phase. In a phase the device starts when the host has launched, and runs no faster than it is fed:
+end = max(max(host, device) + busy, host + launch).
+Trainer reads the loss back once per micro-batch (`logging_nan_inf_filter`), so host and device meet there; accumulation repeats that.
+
+Gradients are all-reduced over the last backward, sharded weights are gathered in every micro-batch; what cannot be hidden is added.
+Known limits: kernels of one phase are taken as evenly mixed, caches and clocks under load are in the efficiency only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hfopt.estimate.speed import Speed
+from hfopt.schema import OpCost, Precision, StepTime
+
+Floats = Any  # a numpy array of float64
+PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "backward", "optimizer")
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 128, 0.80), (64, 64, 0.62), (32, 32, 0.30))
+"""Tile shapes of cuBLAS/CUTLASS kernels and their rate against the largest: a smaller tile reuses each loaded value less often."""
+SPLIT_K = (1, 2, 4, 8, 16)
+HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with: the last bucket cannot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """What the devices exchange: gradients once per step, and sharded parameters in every micro-batch."""
+
+    world_size: int = 1
+    gradient_bytes: int = 0
+    parameter_bytes: int = 0
+    sharded: bool = False
+
+
+class StepTimer:
+    """Prices one trace on one device: built once, asked for any batch and accumulation."""
+
+    def __init__(
+        self, ops: Sequence[OpCost], speed: Speed, precision: Precision, *, ranks: Ranks | None = None, tokens_per_sample: int | None = None
+    ) -> None:
+        self._ops, self._speed, self._ranks = tuple(ops), speed, ranks or Ranks()
+        self._tokens = tokens_per_sample
+        self._count = np.array([op.count for op in ops])
+        self._flops = np.array([(op.flops_constant, op.flops_slope) for op in ops]).reshape(-1, 2)
+        self._bytes = np.array([(op.bytes_constant, op.bytes_slope) for op in ops]).reshape(-1, 2)
+        self._shapes = np.array([op.shape if len(op.shape) == 4 else ((0, 0),) * 4 for op in ops], dtype=float).reshape(-1, 4, 2)
+        self._rate = np.array([_arithmetic_rate(op, speed, precision) for op in ops])
+        self._bandwidth = np.array([speed.reduction_bytes_per_s if op.kind == "reduction" else speed.memory_bytes_per_s for op in ops])
+        self._tiled = np.array([op.kind in ("matmul", "conv") and len(op.shape) == 4 for op in ops])
+        self._phase = {phase: np.array([op.phase == phase for op in ops], dtype=bool) for phase in PHASES}
+        self._sync = np.array([op.name.split(".")[0].split("::")[-1] == "_local_scalar_dense" for op in ops], dtype=bool)
+        self._arithmetic = np.array([op.kind in ("matmul", "attention", "conv") for op in ops], dtype=bool)
+        self._peak = speed.peak_flops.get(_main_arithmetic(ops, precision)) or speed.peak_flops.get("fp32")
+
+    def at(self, batch: int, accumulation: int = 1) -> StepTime:
+        """One optimizer step of `accumulation` micro-batches of `batch` samples on each device."""
+        kernel_s = self._kernels(batch)
+        launch = self._count * ~self._sync
+        busy = {phase: float(kernel_s[mask].sum()) for phase, mask in self._phase.items()}
+        cost = self._speed.host
+        host = {
+            "forward": float(launch[self._phase["forward"]].sum()) * cost.forward_s,
+            "backward": float(launch[self._phase["backward"]].sum()) * cost.backward_s,
+            "optimizer": float(launch[self._phase["optimizer"]].sum()) * cost.optimizer_s,
+        }
+        syncs = float(self._count[self._sync].sum()) + 1
+        micro_s = _overlap([(host["forward"], busy["forward"]), (host["backward"], busy["backward"])], self._speed.asynchronous)
+        micro_s += syncs * cost.sync_s
+        update_s = _overlap([(host["optimizer"], busy["optimizer"])], self._speed.asynchronous) + cost.step_s
+        exposed_s = self._communication(busy["backward"], micro_s, accumulation)
+        step_s = accumulation * micro_s + update_s + exposed_s
+        busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"] + exposed_s
+        samples = batch * accumulation * self._ranks.world_size
+        return StepTime(
+            step_s=step_s,
+            busy_s=min(busy_s, step_s),
+            samples_per_s=samples / step_s,
+            tokens_per_s=None if self._tokens is None else samples * self._tokens / step_s,
+            mfu=self._mfu(batch, accumulation, step_s),
+            bound=self._bound(kernel_s, busy_s, step_s, exposed_s),
+            shares=self._shares(kernel_s, accumulation, step_s),
+        )
+
+    def _kernels(self, batch: int) -> Floats:
+        """Device seconds of each group at this batch."""
+        flops = self._flops[:, 0] + self._flops[:, 1] * batch
+        moved = self._bytes[:, 0] + self._bytes[:, 1] * batch
+        arithmetic = np.where(self._arithmetic, flops / self._rate, 0.0)
+        if self._tiled.any():
+            shapes = self._shapes[self._tiled, :, 0] + self._shapes[self._tiled, :, 1] * batch
+            quantised = _tiled_seconds(shapes, self._rate[self._tiled], self._speed)
+            repeats = np.maximum(flops[self._tiled] / np.maximum(2 * shapes.prod(axis=1), 1), 1)  # a convolution's two gradients are one op
+            arithmetic[self._tiled] = np.maximum(quantised * repeats, arithmetic[self._tiled])
+        kernel_s = np.maximum(np.maximum(arithmetic, moved / self._bandwidth), self._speed.kernel_floor_s)
+        kernel_s = np.where(self._sync, 0.0, kernel_s)
+        return np.asarray(kernel_s * self._count)
+
+    def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> float:
+        ranks, link = self._ranks, self._speed.link_bytes_per_s
+        if ranks.world_size < 2 or not link:
+            return 0.0
+        share = (ranks.world_size - 1) / ranks.world_size
+        if ranks.sharded:  # gather for forward, gather for backward, reduce-scatter: each once per micro-batch
+            per_micro_s = (2 * ranks.parameter_bytes + ranks.gradient_bytes) * share / link
+            return accumulation * max(0.0, per_micro_s - HIDDEN_SHARE * micro_s)
+        return max(0.0, 2 * ranks.gradient_bytes * share / link - HIDDEN_SHARE * backward_s)
+
+    def _mfu(self, batch: int, accumulation: int, step_s: float) -> float | None:
+        """Useful arithmetic over the peak: recomputation does not count, so at most three times the forward's."""
+        if not self._peak:
+            return None
+        flops = (self._flops[:, 0] + self._flops[:, 1] * batch) * self._count * self._arithmetic
+        forward = float(flops[self._phase["forward"]].sum())
+        useful = min(forward + float(flops[self._phase["backward"]].sum()), 3 * forward)
+        return useful * accumulation / step_s / self._peak
+
+    def _bound(
+        self, kernel_s: Floats, busy_s: float, step_s: float, exposed_s: float
+    ) -> Literal["compute", "bandwidth", "launch", "communication"]:
+        if exposed_s > 0.3 * step_s:
+            return "communication"
+        if busy_s < 0.7 * step_s:
+            return "launch"
+        arithmetic_s = float(kernel_s[self._arithmetic].sum())
+        return "compute" if arithmetic_s >= 0.5 * float(kernel_s.sum()) else "bandwidth"
+
+    def _shares(self, kernel_s: Floats, accumulation: int, step_s: float) -> dict[str, float]:
+        repeat = np.where(self._phase["optimizer"], 1, accumulation)
+        shares: dict[str, float] = {}
+        for op, seconds in zip(self._ops, kernel_s * repeat, strict=True):
+            kind = "optimizer" if op.phase == "optimizer" else op.kind
+            shares[kind] = shares.get(kind, 0.0) + float(seconds) / step_s
+        return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def step_time(ops: Sequence[OpCost], speed: Speed, precision: Precision, *, batch: int, accumulation: int = 1) -> StepTime:
+    """One question, one answer; a `StepTimer` answers many on the same trace."""
+    return StepTimer(ops, speed, precision).at(batch, accumulation)
+
+
+def _overlap(phases: Sequence[tuple[float, float]], asynchronous: bool) -> float:
+    """Seconds until both host and device are through the phases, each given as (host, device)."""
+    if not asynchronous:
+        return sum(host + device for host, device in phases)
+    host_s = device_s = 0.0
+    for launch_s, busy_s in phases:
+        device_s = max(max(host_s, device_s) + busy_s, host_s + launch_s)
+        host_s += launch_s
+    return device_s
+
+
+def _arithmetic_of(dtype: str, precision: Precision) -> str:
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, "tf32" if precision == "tf32" else "fp32")
+
+
+def _main_arithmetic(ops: Sequence[OpCost], precision: Precision) -> str:
+    weights: dict[str, float] = {}
+    for op in ops:
+        if op.kind in ("matmul", "conv", "attention"):
+            name = _arithmetic_of(op.dtype, precision)
+            weights[name] = weights.get(name, 0.0) + op.count * (op.flops_constant + op.flops_slope)
+    return max(weights, key=lambda name: weights[name], default="fp32")
+
+
+def _arithmetic_rate(op: OpCost, speed: Speed, precision: Precision) -> float:
+    rate = speed.matmul_flops.get(_arithmetic_of(op.dtype, precision)) or speed.matmul_flops["fp32"]
+    return rate * {"attention": speed.attention_share, "conv": speed.conv_share}.get(op.kind, 1.0)
+
+
+def _tiled_seconds(shapes: Floats, rates: Floats, speed: Speed) -> Floats:
+    """A matmul as tiles in whole waves: the fastest of the tile shapes, with the inner dimension split where that fills the card."""
+    m, n, k, batch = np.maximum(shapes, 1).T
+    best = np.full(m.shape, np.inf)
+    per_sm = rates / speed.sms
+    for tile_m, tile_n, share in TILES:
+        tiles = batch * np.ceil(m / tile_m) * np.ceil(n / tile_n)
+        for split in SPLIT_K:
+            inner = np.ceil(k / split / 32) * 32
+            waves = np.ceil(tiles * split / speed.sms)
+            seconds = waves * 2 * tile_m * tile_n * inner / (per_sm * share)
+            if split > 1:
+                seconds = seconds + batch * m * n * 4 * 2 * split / speed.memory_bytes_per_s  # partial sums, written and read in float32
+            best = np.minimum(best, seconds)
+    return best

@@ -1,0 +1,56 @@
+"""The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
+
+Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps, a batch that is a
+multiple of 8 (tensor cores and their padding), no checkpointing, the precision the user has, and then the smaller batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hfopt.schema import Candidate, Precision, StepTime, TimeModel
+
+TIE = 0.01
+
+
+def rank(candidates: Iterable[Candidate], time: TimeModel, *, current: Precision | None = None) -> tuple[tuple[Candidate, StepTime], ...]:
+    """Fastest first. All candidates share the effective batch, so the time of their optimizer step compares them."""
+    priced = sorted(
+        ((candidate, time(candidate)) for candidate in candidates), key=lambda pair: (pair[1].step_s, _preference(pair[0], current))
+    )
+    ordered: list[tuple[Candidate, StepTime]] = []
+    start = 0
+    while start < len(priced):
+        end = start
+        while end < len(priced) and priced[end][1].step_s <= priced[start][1].step_s * (1 + TIE):
+            end += 1
+        ordered.extend(sorted(priced[start:end], key=lambda pair: _preference(pair[0], current)))
+        start = end
+    return tuple(ordered)
+
+
+def why_it_lost(loser: StepTime, winner: StepTime) -> str:
+    """In words for the report."""
+    slower = loser.step_s / winner.step_s - 1
+    if abs(slower) <= TIE:
+        return "as fast within 1 %, but more accumulation steps, checkpointing or a less even batch"
+    return f"{100 * slower:.1f} % slower ({loser.bound}-bound)" if slower > 0 else "faster by prediction"
+
+
+def _preference(candidate: Candidate, current: Precision | None) -> tuple[object, ...]:
+    extras: Sequence[bool] = (
+        candidate.torch_compile,
+        candidate.use_liger_kernel,
+        candidate.optim is not None,
+        candidate.attn_implementation is not None,
+    )
+    return (
+        sum(extras),
+        candidate.accumulation,
+        candidate.per_device_batch % 8 != 0,
+        candidate.checkpointing.on,
+        -candidate.checkpointing.every_n_layers,
+        candidate.precision != current,
+        candidate.precision,
+        candidate.per_device_batch,
+    )

@@ -1,0 +1,146 @@
+"""The step-time model: laws that hold whatever the constants are, and the launch-bound small model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfopt.estimate.speed import Speed, architecture, speed_of, table
+from hfopt.estimate.step_time import Ranks, StepTimer, step_time
+from hfopt.schema import Gpu, OpCost
+
+A100 = Gpu(
+    name="A100",
+    memory_bytes=80 << 30,
+    capability=(8, 0),
+    sms=108,
+    bandwidth_bytes_per_s=2.0e12,
+    peak_flops={"fp32": 19.5e12, "tf32": 156e12, "fp16": 312e12, "bf16": 312e12},
+    nvlink_bytes_per_s=300e9,
+)
+V100 = Gpu(
+    name="V100", memory_bytes=16 << 30, capability=(7, 0), sms=80, bandwidth_bytes_per_s=9e11, peak_flops={"fp32": 15.7e12, "fp16": 125e12}
+)
+
+
+def fast(gpu: Gpu = A100) -> Speed:
+    speed = speed_of(gpu)
+    assert speed is not None
+    return speed
+
+
+def matmul(width: int, tokens: int, *, dtype: str = "bfloat16", phase: str = "forward", count: float = 10) -> OpCost:
+    size = 2 if dtype == "bfloat16" else 4
+    return OpCost(
+        name="mm.default",
+        kind="matmul",
+        dtype=dtype,
+        phase=phase,  # type: ignore[arg-type]
+        count=count,
+        flops_constant=0,
+        flops_slope=2 * tokens * width * width,
+        bytes_constant=size * width * width,
+        bytes_slope=size * 2 * tokens * width,
+        shape=((0, tokens), (width, 0), (width, 0), (1, 0)),
+    )
+
+
+def elementwise(elements: int, *, phase: str = "forward", count: float = 10) -> OpCost:
+    return OpCost(
+        name="add.Tensor",
+        kind="elementwise",
+        dtype="float32",
+        phase=phase,  # type: ignore[arg-type]
+        count=count,
+        flops_constant=0,
+        flops_slope=elements,
+        bytes_constant=0,
+        bytes_slope=12 * elements,
+    )
+
+
+def network(width: int, tokens: int, dtype: str = "bfloat16") -> tuple[OpCost, ...]:
+    both = [(matmul(width, tokens, dtype=dtype, phase=p), elementwise(width * tokens, phase=p)) for p in ("forward", "backward")]
+    return (*(op for pair in both for op in pair), elementwise(0, phase="optimizer", count=20))
+
+
+BIG, TINY = network(4096, 1024), network(64, 16)
+
+
+@given(st.integers(1, 512), st.integers(1, 8))
+def test_throughput_is_samples_over_time_and_busy_never_exceeds_the_step(batch: int, accumulation: int) -> None:
+    found = step_time(BIG, fast(), "bf16", batch=batch, accumulation=accumulation)
+    assert found.samples_per_s == pytest.approx(batch * accumulation / found.step_s)
+    assert 0 < found.busy_s <= found.step_s
+    assert found.mfu is not None and 0 < found.mfu < 1
+    assert sum(found.shares.values()) <= 1 + 1e-9
+
+
+@given(st.integers(1, 256))
+def test_a_larger_batch_never_takes_less_time(batch: int) -> None:
+    timer = StepTimer(BIG, fast(), "bf16")
+    assert timer.at(batch + 64).step_s >= timer.at(batch).step_s * 0.999
+
+
+@given(st.sampled_from([2, 4, 8, 16]))
+def test_accumulation_never_beats_one_large_batch(parts: int) -> None:
+    for ops in (BIG, TINY):
+        timer = StepTimer(ops, fast(), "bf16")
+        assert timer.at(64, 1).step_s <= timer.at(64 // parts, parts).step_s * 1.001
+
+
+def test_a_tiny_model_is_launch_bound_at_low_utilization_and_a_big_one_is_not() -> None:
+    tiny, big = step_time(TINY, fast(), "bf16", batch=32), step_time(BIG, fast(), "bf16", batch=32)
+    assert tiny.bound == "launch" and tiny.gpu_utilization < 0.5
+    assert big.bound == "compute" and big.gpu_utilization > 0.9
+
+
+def test_precision_orders_the_speeds_of_the_same_arithmetic() -> None:
+    ops = network(4096, 1024, dtype="float32")
+    fp32, tf32 = (step_time(ops, fast(), precision, batch=8).step_s for precision in ("fp32", "tf32"))  # type: ignore[arg-type]
+    bf16 = step_time(BIG, fast(), "bf16", batch=8).step_s
+    assert bf16 < tf32 < fp32
+
+
+def test_whole_waves_cost_what_they_hold() -> None:
+    """One tile more than the card has SMs takes a second wave."""
+    timer = StepTimer([matmul(8192, 128, count=1000)], fast(), "bf16")
+    per_sample = [timer.at(batch).step_s / batch for batch in range(1, 40)]
+    assert max(per_sample[8:]) / min(per_sample[8:]) > 1.02
+
+
+def test_gradients_cross_the_link_once_per_step_and_shards_in_every_micro_batch() -> None:
+    ranks = Ranks(world_size=8, gradient_bytes=20 << 30, parameter_bytes=20 << 30)
+    alone = StepTimer(BIG, fast(), "bf16").at(4, 4)
+    reduced = StepTimer(BIG, fast(), "bf16", ranks=ranks).at(4, 4)
+    sharded = StepTimer(BIG, fast(), "bf16", ranks=replace(ranks, sharded=True)).at(4, 4)
+    assert alone.step_s < reduced.step_s < sharded.step_s
+    assert sharded.bound == "communication"
+
+
+def test_reading_a_number_back_costs_a_wait_and_no_kernel() -> None:
+    sync = OpCost(
+        name="_local_scalar_dense.default", kind="other", dtype="float32", phase="forward", count=100,
+        flops_constant=0, flops_slope=0, bytes_constant=0, bytes_slope=0,
+    )  # fmt: skip
+    without, with_sync = step_time(TINY, fast(), "bf16", batch=4), step_time((*TINY, sync), fast(), "bf16", batch=4)
+    assert with_sync.step_s > without.step_s and with_sync.busy_s == pytest.approx(without.busy_s)
+
+
+def test_a_card_without_peaks_has_no_speed() -> None:
+    assert speed_of(Gpu(name="mystery", memory_bytes=8 << 30)) is None
+
+
+@pytest.mark.parametrize("capability", [(5, 2), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0), None])
+def test_every_capability_finds_a_fitted_architecture(capability: tuple[int, int] | None) -> None:
+    name, shares = architecture(capability)
+    assert "like" not in table()["architectures"][name]
+    assert all(0 < share <= 1 for share in shares["matmul"].values()) and 0 < shares["memory"] <= 1
+
+
+def test_volta_has_no_tf32_so_it_computes_in_fp32() -> None:
+    ops = network(4096, 1024, dtype="float32")
+    assert step_time(ops, fast(V100), "tf32", batch=8).step_s == step_time(ops, fast(V100), "fp32", batch=8).step_s

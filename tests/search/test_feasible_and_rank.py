@@ -1,0 +1,60 @@
+"""Fitting and ordering, with memory and time models that are plain arithmetic."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hfopt.schema import Candidate, Checkpointing, StepTime
+from hfopt.search.feasible import budget_bytes, split
+from hfopt.search.rank import TIE, rank
+from hfopt.search.space import Space, candidates
+
+
+def step(seconds: float) -> StepTime:
+    return StepTime(step_s=seconds, busy_s=seconds, samples_per_s=1 / seconds, tokens_per_s=None, mfu=None, bound="compute")
+
+
+def every(effective: int) -> tuple[Candidate, ...]:
+    checkpointings = (Checkpointing(), Checkpointing(every_n_layers=1))
+    return candidates(Space(effective_batch=effective, world_size=1, precisions=("fp32", "bf16"), checkpointings=checkpointings))
+
+
+@given(st.integers(1, 500), st.one_of(st.none(), st.integers(1, 500)))
+def test_nothing_above_the_limit_is_kept_and_nothing_is_lost(effective: int, limit: int | None) -> None:
+    pool = every(effective)
+    fitting, rejected = split(pool, lambda candidate: limit, 1 << 30)
+    assert all(limit is not None and c.per_device_batch <= limit for c in fitting)
+    assert {*fitting, *(r.candidate for r in rejected)} == set(pool) and len(fitting) + len(rejected) == len(pool)
+    assert all(r.reason for r in rejected)
+
+
+@given(st.integers(1, 300), st.randoms(use_true_random=False))
+def test_the_first_is_within_a_tie_of_the_fastest(effective: int, random: object) -> None:
+    times = {c: step(random.uniform(1, 2)) for c in every(effective)}  # type: ignore[attr-defined]
+    ordered = rank(times, times.__getitem__)
+    assert len(ordered) == len(times)
+    assert ordered[0][1].step_s <= min(t.step_s for t in times.values()) * (1 + TIE)
+    for (_, earlier), (_, later) in pairwise(ordered):
+        assert later.step_s >= earlier.step_s / (1 + TIE)
+
+
+def test_ties_go_to_fewer_accumulation_steps_then_multiples_of_eight_then_no_checkpointing() -> None:
+    ordered = rank(every(96), lambda candidate: step(1.0), current="fp32")
+    assert ordered[0][0] == Candidate(per_device_batch=96, accumulation=1, precision="fp32")
+    assert [c.accumulation for c, _ in ordered] == sorted(c.accumulation for c, _ in ordered)
+
+
+def test_the_order_does_not_depend_on_the_order_of_the_input() -> None:
+    pool = every(48)
+    time = lambda candidate: step(1 + candidate.accumulation * 0.003)  # noqa: E731
+    assert rank(pool, time) == rank(reversed(pool), time)
+
+
+def test_headroom_is_a_share() -> None:
+    assert budget_bytes(100, 0.06) == 94
+    with pytest.raises(ValueError, match="share"):
+        budget_bytes(100, 6)

@@ -1,0 +1,58 @@
+"""Precision by capability: what is tried on which card, for which model."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.schema import Gpu
+from hfopt.search.precision import NumericFacts, precisions
+
+BERT = NumericFacts(family="BertForSequenceClassification")
+T5 = NumericFacts(family="T5ForConditionalGeneration")
+LLAMA = NumericFacts(family="LlamaForCausalLM", trained_in="bfloat16")
+
+
+def card(major: int, minor: int = 0) -> Gpu:
+    return Gpu(name=f"card {major}.{minor}", memory_bytes=8 << 30, capability=(major, minor))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [(card(6, 1), {"fp32"}), (card(7, 0), {"fp32", "fp16"}), (card(7, 5), {"fp32", "fp16"}), (card(8, 6), {"fp32", "tf32", "bf16"})],
+)
+def test_capability_rules(gpu: Gpu, expected: set[str]) -> None:
+    assert set(precisions(gpu, "fp32", BERT).allowed) == expected
+
+
+def test_every_precision_is_either_tried_or_explained() -> None:
+    for gpu in (card(6), card(7, 5), card(8), card(9)):
+        found = precisions(gpu, "fp32", BERT)
+        assert set(found.allowed) | {p for p, _ in found.ruled_out} == {"fp32", "tf32", "fp16", "bf16"}
+
+
+def test_t5_never_goes_to_fp16() -> None:
+    assert "fp16" not in precisions(card(7, 5), "fp32", T5).allowed
+    assert "fp16" not in precisions(card(8), "fp16", T5).allowed  # bf16 is there instead
+
+
+def test_fp16_for_a_model_trained_in_bf16_comes_with_a_warning() -> None:
+    assert precisions(card(7, 5), "fp32", LLAMA).warnings
+    assert not precisions(card(7, 5), "fp32", BERT).warnings
+
+
+def test_fp16_stays_where_the_user_has_it() -> None:
+    assert precisions(card(8), "fp16", BERT).allowed[0] == "fp16"
+    assert precisions(card(7, 5), "fp16", BERT, keep=True).allowed == ("fp16",)
+
+
+def test_bf16_on_a_card_without_it_is_left() -> None:
+    assert "bf16" not in precisions(card(7, 5), "bf16", BERT).allowed
+
+
+def test_half_precision_weights_are_left_alone() -> None:
+    found = precisions(card(8), "fp32", NumericFacts(family="LlamaForCausalLM", weights_dtype="bfloat16"))
+    assert found.allowed == ("fp32",) and dict(found.ruled_out).keys() == {"fp16", "bf16", "tf32"}
+
+
+def test_the_cpu_keeps_what_the_user_has() -> None:
+    assert precisions(None, "bf16", BERT).allowed == ("bf16",)
