@@ -1,0 +1,166 @@
+"""What one batch looks like: the right inputs and labels for a model's kind and head, of any batch size and length.
+
+Values are harmless stand-ins (token 1, label 0, silence); only shapes, types and the padding of the attention mask matter. A padded batch
+has zeros in its mask, because kernels are chosen by that: its last sample is a quarter shorter than the longest.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import BatchShape, Task
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchMaker:
+    """Makes batches for one model class; a callable, so that it can stand as `Workload.make_batch`."""
+
+    task: Task
+    shape: BatchShape
+    config: Any
+    main_input: str
+    accepts: frozenset[str]
+
+    def __call__(self, samples: int) -> Batch:
+        if samples < 1:
+            raise WorkloadError(f"a batch of {samples} samples cannot be made", hint="the smallest batch size is 1")
+        make = _MAKERS.get(self.shape.kind)
+        assert make is not None, self.shape.kind
+        return make(self, samples)
+
+    def full(self, size: tuple[int, ...], value: int = 0) -> torch.Tensor:
+        return torch.full(size, value, dtype=torch.long, device="cpu")
+
+    def floats(self, size: tuple[int, ...]) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.float32, device="cpu")
+
+
+def accepted_inputs(model_class: type) -> frozenset[str]:
+    return frozenset(inspect.signature(model_class.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _tokens(maker: BatchMaker, samples: int, length: int) -> Batch:
+    """input_ids, attention_mask and, for models with segments, token_type_ids."""
+    batch = {"input_ids": maker.full((samples, length), 1)}
+    if "attention_mask" in maker.accepts:
+        batch["attention_mask"] = _mask(maker, samples, length)
+    if "token_type_ids" in maker.accepts and (getattr(maker.config, "type_vocab_size", 0) or 0) > 1:
+        batch["token_type_ids"] = maker.full((samples, length))
+    return batch
+
+
+def _mask(maker: BatchMaker, samples: int, length: int) -> torch.Tensor:
+    mask = maker.full((samples, length), 1)
+    if maker.shape.padded and length > 1:
+        mask[-1, length - max(1, length // 4) :] = 0
+    return mask
+
+
+def _token_labels(maker: BatchMaker, samples: int, length: int, value: int = 1) -> torch.Tensor:
+    labels = maker.full((samples, length), value)
+    if maker.shape.padded and length > 1:
+        labels[-1, length - max(1, length // 4) :] = -100
+    return labels
+
+
+def _class_labels(maker: BatchMaker, samples: int) -> torch.Tensor:
+    problem = getattr(maker.config, "problem_type", None)
+    if problem == "multi_label_classification":
+        return maker.floats((samples, maker.config.num_labels))
+    if problem == "regression" or (problem is None and maker.config.num_labels == 1):
+        return maker.floats((samples,))
+    return maker.full((samples,))
+
+
+def _text(maker: BatchMaker, samples: int) -> Batch:
+    length = maker.shape.length
+    assert length is not None
+    batch = _tokens(maker, samples, length)
+    if maker.task == "question_answering":
+        return {**batch, "start_positions": maker.full((samples,)), "end_positions": maker.full((samples,))}
+    if maker.task == "sequence_classification":
+        return {**batch, "labels": _class_labels(maker, samples)}
+    if maker.task == "embedding":
+        positive = {f"positive_{name}": tensor for name, tensor in _tokens(maker, samples, length).items()}
+        return {**batch, **positive}
+    return {**batch, "labels": _token_labels(maker, samples, length, 0 if maker.task == "token_classification" else 1)}
+
+
+def _text_to_text(maker: BatchMaker, samples: int) -> Batch:
+    length, target = maker.shape.length, maker.shape.target_length
+    assert length is not None and target is not None
+    return {**_tokens(maker, samples, length), "labels": _token_labels(maker, samples, target)}
+
+
+def _pixels(maker: BatchMaker, samples: int) -> torch.Tensor:
+    shape = maker.shape
+    assert shape.channels is not None and shape.height is not None and shape.width is not None
+    return maker.floats((samples, shape.channels, shape.height, shape.width))
+
+
+def _image(maker: BatchMaker, samples: int) -> Batch:
+    shape = maker.shape
+    assert shape.height is not None and shape.width is not None
+    if maker.task == "semantic_segmentation":
+        labels = maker.full((samples, shape.height, shape.width))
+    else:
+        labels = _class_labels(maker, samples)
+    return {"pixel_values": _pixels(maker, samples), "labels": labels}
+
+
+def _sound(maker: BatchMaker, samples: int) -> Batch:
+    """Raw samples (input_values) or a spectrogram (frames × bins, or bins × frames as Whisper has it)."""
+    config, shape = maker.config, maker.shape
+    assert shape.audio_samples is not None
+    if shape.height is None:
+        batch: Batch = {maker.main_input: maker.floats((samples, shape.audio_samples))}
+        if "attention_mask" in maker.accepts and getattr(config, "feat_extract_norm", "layer") == "layer":
+            batch["attention_mask"] = _mask(maker, samples, shape.audio_samples)
+        return batch
+    assert shape.width is not None
+    batch = {maker.main_input: maker.floats((samples, shape.height, shape.width))}
+    if "attention_mask" in maker.accepts and config.model_type in _MASKED_FRAMES:
+        batch["attention_mask"] = _mask(maker, samples, shape.height)
+    return batch
+
+
+_MASKED_FRAMES = ("speech_to_text", "wav2vec2-bert", "seamless_m4t", "seamless_m4t_v2")
+"""Spectrogram models whose feature extractor returns a mask over frames; Whisper and AST take fixed windows without one."""
+
+
+def _audio(maker: BatchMaker, samples: int) -> Batch:
+    batch = _sound(maker, samples)
+    if maker.task == "audio_classification":
+        return {**batch, "labels": _class_labels(maker, samples)}
+    assert maker.shape.target_length is not None
+    return {**batch, "labels": _token_labels(maker, samples, maker.shape.target_length)}
+
+
+def _image_text(maker: BatchMaker, samples: int) -> Batch:
+    length = maker.shape.length
+    assert length is not None
+    pixels = {"pixel_values": _pixels(maker, samples)}
+    if maker.main_input == "pixel_values":  # an image encoder with a text decoder: the text is the target
+        return {**pixels, "labels": _token_labels(maker, samples, length)}
+    batch = {**_tokens(maker, samples, length), **pixels}
+    if "return_loss" in maker.accepts:
+        return {**batch, "return_loss": True}
+    return {**batch, "labels": _token_labels(maker, samples, length)}
+
+
+_MAKERS: dict[str, Callable[[BatchMaker, int], Batch]] = {
+    "text": _text,
+    "text_to_text": _text_to_text,
+    "image": _image,
+    "audio": _audio,
+    "audio_to_text": _audio,
+    "image_text": _image_text,
+}

@@ -1,0 +1,108 @@
+"""Which head a model trains with: the task the user names, or the one its config's `architectures` names, or the usual one for its kind.
+
+transformers' own tables (one per auto class: model type → class name) say which heads a model type has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import Task
+
+_TABLES: dict[Task, str] = {
+    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "semantic_segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
+    "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "embedding": "MODEL_MAPPING_NAMES",
+}
+_USUAL: tuple[Task, ...] = (
+    "speech_seq2seq",
+    "ctc",
+    "semantic_segmentation",
+    "image_classification",
+    "image_text",
+    "audio_classification",
+    "masked_lm",
+    "causal_lm",
+    "seq2seq_lm",
+    "sequence_classification",
+)
+"""Tried in this order when the config names no class with a loss. Masked LM stands before causal LM because encoders have both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Head:
+    task: Task
+    class_name: str
+    note: str | None = None  # said when the head was assumed
+
+
+def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:
+    """Every task this model type has a class for, in transformers' tables."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[Task, tuple[str, ...]] = {}
+    for task, table_name in _TABLES.items():
+        entry = getattr(modeling_auto, table_name).get(model_type)
+        if entry is not None:
+            classes = (entry,) if isinstance(entry, str) else tuple(entry)
+            found[task] = tuple(name for name in classes if not name.endswith("WithTeacher"))  # those are for inference, without a loss
+    if "embedding" in found and model_type in _contrastive():
+        found["image_text"] = found["embedding"]
+    return found
+
+
+def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, trainer: str = "Trainer") -> Head:
+    """The class to build. A task the model has no class for is an error that lists what it has."""
+    heads = heads_of(model_type)
+    named = next(iter(config.get("architectures") or ()), None)
+    if task is None and trainer != "Trainer" and trainer != "Seq2SeqTrainer":
+        task = "sequence_classification" if trainer == "Reward" else "causal_lm"
+    if task is not None:
+        return _for_task(model_type, heads, task, named)
+    for candidate, classes in heads.items():
+        if named in classes and candidate != "embedding" and not (candidate == "seq2seq_lm" and "speech_seq2seq" in heads):
+            return Head(task=candidate, class_name=named)
+    if not heads:
+        raise WorkloadError(f"transformers has no trainable class for model type {model_type!r}")
+    if named is not None and named in heads.get("embedding", ()) and not config.get("is_encoder_decoder") and "masked_lm" in heads:
+        return Head(task="embedding", class_name=named)
+    usual = _usual(model_type, heads, encoder_decoder=bool(config.get("is_encoder_decoder")))
+    why = f"the config names {named}, which has no fine-tuning loss" if named else "the config names no class"
+    return Head(task=usual, class_name=heads[usual][0], note=f"{why}; {heads[usual][0]} is assumed (say --task to choose)")
+
+
+def _for_task(model_type: str, heads: dict[Task, tuple[str, ...]], task: Task, named: str | None) -> Head:
+    classes = heads.get(task)
+    if classes is None:
+        able = ", ".join(sorted(heads)) or "none"
+        raise WorkloadError(f"a {model_type} model has no head for {task}", hint=f"its heads are: {able}")
+    return Head(task=task, class_name=named if named in classes else classes[0])
+
+
+def _usual(model_type: str, heads: dict[Task, tuple[str, ...]], *, encoder_decoder: bool) -> Task:
+    order: tuple[Task, ...] = ("speech_seq2seq", "seq2seq_lm", *_USUAL) if encoder_decoder else _USUAL
+    found = next((task for task in order if task in heads), None)
+    if found is None:
+        raise WorkloadError(
+            f"no usual task is known for model type {model_type!r}",
+            hint=f"name one: {', '.join(sorted(heads))} (--task, or task: in the YAML)",
+        )
+    return found
+
+
+def _contrastive() -> frozenset[str]:
+    """Model types whose base class computes the image-text contrastive loss itself."""
+    return frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip"})

@@ -1,0 +1,168 @@
+"""How long, wide and tall a sample is: what the YAML says, checked against what the model can take, else the usual size, said so.
+
+Limits: a text is at most as long as the model's position table (models with relative or no positions have none); an image is a size the
+patches divide; Whisper's window is always 30 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import BatchShape, DataSpec, Task
+
+TEXT_LENGTH = 512
+SFT_LENGTH = 1024  # trl's default max_length
+TARGET_LENGTH = 128
+AUDIO_SECONDS = 10.0
+TRANSCRIPT_TOKENS_PER_SECOND = 4  # CTC and Whisper labels; spoken English is 2-4 words, about 15 characters, a second
+SAMPLE_RATE = 16_000
+_NO_POSITION_LIMIT = frozenset({"t5", "mt5", "umt5", "longt5", "bloom", "mpt", "xlnet", "transfo-xl", "rwkv", "mamba", "mamba2"})
+_POSITIONS_AFTER_PADDING = frozenset(
+    {"roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "xlm-roberta-xl", "data2vec-text", "esm"}
+)
+"""RoBERTa's kin count positions from pad_token_id + 1: a table of 514 takes 512 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sized:
+    shape: BatchShape
+    tokens: int | None  # per sample
+    notes: tuple[str, ...] = ()
+
+
+def size_batch(config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer") -> Sized:
+    """The shape of a batch for this model and task."""
+    if task in ("ctc", "audio_classification", "speech_seq2seq"):
+        return _audio(config, main_input, task, data)
+    if task in ("image_classification", "semantic_segmentation"):
+        return _image(config, task, data)
+    if task == "image_text":
+        return _image_text(config, main_input, data)
+    return _text(config, task, data, trainer)
+
+
+def position_limit(config: Any) -> int | None:
+    """How many tokens the model has positions for; None: no limit of its own."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if text.model_type in _NO_POSITION_LIMIT or getattr(text, "position_biased_input", True) is False or getattr(text, "alibi", False):
+        return None
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    if text.model_type in _POSITIONS_AFTER_PADDING:
+        return limit - (getattr(text, "pad_token_id", None) or 1) - 1
+    return limit
+
+
+def _checked_length(config: Any, length: int, what: str) -> int:
+    if length < 1:
+        raise WorkloadError(f"{what} of {length} tokens cannot be made", hint="the shortest is 1")
+    limit = position_limit(config)
+    if limit is not None and length > limit:
+        raise WorkloadError(
+            f"{what} of {length} tokens is over the model's {limit} positions",
+            hint=f"use at most {limit} tokens, or raise max_position_embeddings in the model's config if its positions are to be extended",
+        )
+    return length
+
+
+def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> Sized:
+    notes: list[str] = []
+    length = data.max_length
+    if length is None:
+        length = SFT_LENGTH if trainer not in ("Trainer", "Seq2SeqTrainer") else TEXT_LENGTH
+        length = min(length, position_limit(config) or length)
+        notes.append(f"the length is not stated: {length} tokens assumed")
+    length = _checked_length(config, length, "a text")
+    if task == "seq2seq_lm" or (config.is_encoder_decoder and task in ("masked_lm", "causal_lm")):
+        target = data.max_target_length
+        if target is None:
+            target = min(TARGET_LENGTH, length)
+            notes.append(f"the target's length is not stated: {target} tokens assumed")
+        target = _checked_length(config, target, "a target")
+        shape = BatchShape(kind="text_to_text", length=length, target_length=target)
+        return Sized(shape=shape, tokens=length + target, notes=tuple(notes))
+    tokens = 2 * length if task == "embedding" else length
+    return Sized(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, notes=tuple(notes))
+
+
+def _image(config: Any, task: Task, data: DataSpec) -> Sized:
+    notes: tuple[str, ...] = ()
+    stated = data.image_size or _first(getattr(config, "image_size", None))
+    if stated is None:
+        stated = 512 if task == "semantic_segmentation" else 224
+        notes = (f"the image size is not stated: {stated} pixels assumed",)
+    if stated < 1:
+        raise WorkloadError(f"an image of {stated} pixels cannot be made")
+    channels = getattr(config, "num_channels", None) or 3
+    return Sized(shape=BatchShape(kind="image", height=stated, width=stated, channels=channels, padded=False), tokens=None, notes=notes)
+
+
+def _first(size: Any) -> int | None:
+    first = size[0] if isinstance(size, (list, tuple)) else size
+    return None if first is None else int(first)
+
+
+def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> Sized:
+    notes: list[str] = []
+    seconds = data.audio_seconds
+    if config.model_type == "whisper":
+        seconds = 2 * config.max_source_positions / 100  # a frame each 10 ms; the encoder halves them
+    elif seconds is None:
+        seconds = AUDIO_SECONDS
+        notes.append(f"the length of the audio is not stated: {seconds:g} s assumed")
+    if seconds <= 0:
+        raise WorkloadError(f"audio of {seconds:g} s cannot be made")
+    samples = round(seconds * SAMPLE_RATE)
+    height, width = _frames(config, main_input, seconds)
+    target = None
+    if task != "audio_classification":
+        rate = TRANSCRIPT_TOKENS_PER_SECOND * (4 if task == "ctc" else 1)  # CTC labels are characters
+        target = data.max_target_length or max(1, round(rate * seconds))
+        limit = getattr(config, "max_target_positions", None)
+        if limit is not None and target > limit:
+            raise WorkloadError(
+                f"a transcript of {target} tokens is over the model's {limit} target positions", hint=f"use at most {limit}"
+            )
+        if data.max_target_length is None:
+            notes.append(f"the transcript's length is not stated: {target} tokens assumed")
+    shape = BatchShape(
+        kind="audio_to_text" if task == "speech_seq2seq" else "audio",
+        audio_samples=samples,
+        height=height,
+        width=width,
+        target_length=target,
+    )
+    return Sized(shape=shape, tokens=None, notes=tuple(notes))
+
+
+def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, int | None]:
+    """Rows and columns of the spectrogram, or (None, None) for raw samples."""
+    bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_projection_input_dim", None)
+    if config.model_type == "whisper":
+        return config.num_mel_bins, 2 * config.max_source_positions
+    if config.model_type == "audio-spectrogram-transformer":
+        return config.max_length, config.num_mel_bins
+    if main_input == "input_features" and bins:
+        step_s = 0.02 if config.model_type == "wav2vec2-bert" else 0.01
+        return round(seconds / step_s), getattr(config, "input_feat_per_channel", None) or bins
+    if main_input == "input_features" and getattr(config, "input_feat_per_channel", None):
+        return round(seconds / 0.01), config.input_feat_per_channel
+    return None, None
+
+
+def _image_text(config: Any, main_input: str, data: DataSpec) -> Sized:
+    notes: list[str] = []
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None)
+    size = data.image_size or _first(getattr(vision, "image_size", None)) or 224
+    limit = position_limit(config)
+    length = data.max_length
+    if length is None:
+        length = min(TEXT_LENGTH, limit or TEXT_LENGTH)
+        notes.append(f"the length is not stated: {length} tokens assumed")
+    length = _checked_length(config, length, "a text")
+    channels = getattr(vision, "num_channels", None) or 3
+    shape = BatchShape(kind="image_text", length=length, height=size, width=size, channels=channels)
+    return Sized(shape=shape, tokens=length, notes=tuple(notes))

@@ -1,0 +1,113 @@
+"""Where a model's configuration comes from: a folder, a config.json, the bundled table, the local Hub cache or the Hub; never the weights.
+
+They are asked in that order. What was tried is remembered, so that an unknown model ends in one message that says it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import WorkloadError
+from hfopt.workload.table import find, near_names
+
+_HUB_TIMEOUT_S = 5
+TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigSource:
+    """The fields of a config.json, and where they were found."""
+
+    name: str
+    fields: Mapping[str, Any]
+    where: str
+    folder: Path | None = None  # where it lies, with its remote code if the config refers to any
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Weights exist beside this config, here or on the Hub."""
+        if self.folder is None or self.where in (HUB, HUB_CACHE):
+            return True
+        return any(self.folder.glob("*.safetensors")) or any(self.folder.glob("*.bin"))
+
+
+def find_config(name: str) -> ConfigSource:
+    """The configuration of a model by folder, path of a config.json, or hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_file(path / "config.json", name)
+    if path.is_file() or name.endswith(".json"):
+        return _from_file(path, name)
+    entry = find(name)
+    if entry is not None:
+        return ConfigSource(name=entry.hub_id, fields=entry.config, where=TABLE)
+    tried = ["no such folder or file", "not in the bundled table"]
+    if _looks_like_a_path(name):
+        raise _unknown(name, tried)
+    cached = _cached_on_disk(name)
+    if cached is not None:
+        return _from_file(cached, name, where=HUB_CACHE)
+    tried.append("not in the Hub cache of this machine")
+    return _from_hub(name, tried)
+
+
+def _from_file(path: Path, name: str, where: str | None = None) -> ConfigSource:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WorkloadError(
+            f"{path.parent} holds no config.json", hint="a model is a folder with a config.json (weights are not needed), or a hub id"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise WorkloadError(f"{path} cannot be read as a model's config.json: {error}") from None
+    if not isinstance(fields, dict):
+        raise WorkloadError(f"{path} is not a model's config.json: it holds a {type(fields).__name__}, not an object")
+    return ConfigSource(name=name, fields=fields, where=where or str(path), folder=path.parent)
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+
+
+def _cached_on_disk(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _from_hub(name: str, tried: list[str]) -> ConfigSource:
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        raise _unknown(name, [*tried, "the Hub was not asked: offline mode is on"])
+    try:
+        path = hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
+    except HFValidationError:
+        raise _unknown(name, [*tried, "not a valid hub id"]) from None
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        reason = {401: "no such model, or it needs a login", 403: "its licence must be accepted first", 404: "no such model"}
+        raise _unknown(name, [*tried, f"the Hub answered {status}: {reason.get(status or 0, 'it could not serve the config')}"]) from None
+    except (OSError, ValueError) as error:  # no network: requests', httpx' and the Hub's own errors are all OSErrors or ValueErrors
+        raise _unknown(name, [*tried, f"the Hub could not be reached ({type(error).__name__})"]) from None
+    return _from_file(Path(path), name, where=HUB)
+
+
+def _unknown(name: str, tried: list[str]) -> WorkloadError:
+    near = near_names(name)
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return WorkloadError(
+        f"unknown model {name!r}: {'; '.join(tried)}.{meant}",
+        hint="put the model's config.json (no weights needed) into a folder and give that folder as the model",
+    )

@@ -1,0 +1,157 @@
+"""A workload from a config alone: right class, counts, batches; builds fake, on meta and for real; wrong input is said clearly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import DataSpec, ModelSpec, Task
+from hfopt.workload.model import from_spec
+
+Tiny = Callable[..., str]
+
+HEADS: list[tuple[str, Task, DataSpec]] = [
+    ("bert", "masked_lm", DataSpec(max_length=16)),
+    ("bert", "sequence_classification", DataSpec(max_length=16)),
+    ("bert", "token_classification", DataSpec(max_length=16)),
+    ("bert", "question_answering", DataSpec(max_length=16)),
+    ("bert", "embedding", DataSpec(max_length=16)),
+    ("roberta", "sequence_classification", DataSpec(max_length=16)),
+    ("gpt2", "causal_lm", DataSpec(max_length=16)),
+    ("gpt2", "sequence_classification", DataSpec(max_length=16)),
+    ("llama", "causal_lm", DataSpec(max_length=16)),
+    ("t5", "seq2seq_lm", DataSpec(max_length=16, max_target_length=8)),
+    ("vit", "image_classification", DataSpec()),
+    ("convnext", "image_classification", DataSpec(image_size=32)),
+    ("segformer", "semantic_segmentation", DataSpec(image_size=64)),
+    ("wav2vec2", "ctc", DataSpec(audio_seconds=0.1, max_target_length=5)),
+    ("wav2vec2", "audio_classification", DataSpec(audio_seconds=0.1)),
+    ("whisper", "speech_seq2seq", DataSpec(max_target_length=8)),
+    ("clip", "image_text", DataSpec()),
+]
+
+
+def _loss(workload: Any, samples: int) -> torch.Tensor:
+    model, batch = workload.build_model(), workload.make_batch(samples)
+    loss = workload.compute_loss(model, batch) if workload.compute_loss else model(**batch).loss
+    return loss
+
+
+@pytest.mark.parametrize(("model_type", "task", "data"), HEADS, ids=[f"{kind}-{task}" for kind, task, _ in HEADS])
+def test_every_head_trains_for_real(tiny: Tiny, model_type: str, task: Task, data: DataSpec) -> None:
+    workload = from_spec(ModelSpec(name=tiny(model_type), task=task), data)
+    loss = _loss(workload, 2)
+    loss.backward()
+    assert loss.ndim == 0 and torch.isfinite(loss)
+    assert workload.task == task and 0.9 * workload.parameters < workload.trainable_parameters <= workload.parameters
+
+
+FAKEABLE = [head for head in HEADS if head[0] != "wav2vec2"]  # its shapes depend on mask values, which only the tracer keeps
+
+
+@pytest.mark.parametrize(("model_type", "task", "data"), FAKEABLE, ids=[f"{kind}-{task}" for kind, task, _ in FAKEABLE])
+def test_every_head_trains_on_fake_tensors(tiny: Tiny, faked: Any, model_type: str, task: Task, data: DataSpec) -> None:
+    workload = from_spec(ModelSpec(name=tiny(model_type), task=task), data)
+    with faked():
+        loss = _loss(workload, 3)
+        loss.backward()
+    assert type(loss).__name__ == "FakeTensor"
+
+
+@pytest.mark.parametrize("model_type", ["bert", "llama", "t5", "convnext", "whisper"])
+def test_the_same_model_is_built_everywhere(tiny: Tiny, faked: Any, model_type: str) -> None:
+    workload = from_spec(ModelSpec(name=tiny(model_type)), DataSpec())
+    real = workload.build_model()
+    with torch.device("meta"):
+        meta = workload.build_model()
+    with faked():
+        fake = workload.build_model()
+
+    def outline(model: Any) -> dict[str, Any]:
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
+
+    assert outline(real) == outline(meta) == outline(fake)
+    assert all(tensor.device.type == "meta" for tensor in (*meta.parameters(), *meta.buffers()))
+    assert real.training and meta.training and fake.training
+    assert sum(p.numel() for p in real.parameters()) == workload.parameters
+
+
+def test_tied_weights_stay_tied_when_faked(tiny: Tiny, faked: Any) -> None:
+    workload = from_spec(ModelSpec(name=tiny("gpt2")), DataSpec())
+    with faked():
+        model = workload.build_model()
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_architectures_names_the_head(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("bert", architectures=["BertForTokenClassification"])), DataSpec())
+    assert (workload.model_class, workload.task) == ("BertForTokenClassification", "token_classification")
+
+
+def test_the_asked_task_wins_over_architectures(tiny: Tiny) -> None:
+    folder = tiny("bert", architectures=["BertForMaskedLM"])
+    assert from_spec(ModelSpec(name=folder, task="question_answering"), DataSpec()).model_class == "BertForQuestionAnswering"
+
+
+def test_a_path_to_the_file_is_as_good_as_the_folder(tiny: Tiny) -> None:
+    folder = tiny("gpt2")
+    assert (
+        from_spec(ModelSpec(name=f"{folder}/config.json"), DataSpec()).parameters
+        == from_spec(ModelSpec(name=folder), DataSpec()).parameters
+    )
+
+
+def test_a_base_class_gets_the_usual_head_and_says_so(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("vit", architectures=["ViTModel"])), DataSpec())
+    assert workload.task == "image_classification" and any("assumed" in note for note in workload.notes)
+
+
+def test_dtype_and_labels_and_overrides(tiny: Tiny) -> None:
+    workload = from_spec(
+        ModelSpec(
+            name=tiny("llama"), task="sequence_classification", weights_dtype="bfloat16", num_labels=7, overrides={"num_hidden_layers": 5}
+        ),
+        DataSpec(max_length=8),
+    )
+    model = workload.build_model()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.score.out_features == 7 and workload.layers == 5
+
+
+def test_attention_implementation_is_taken(tiny: Tiny) -> None:
+    model = from_spec(ModelSpec(name=tiny("bert"), attn_implementation="eager"), DataSpec()).build_model()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("model_type", "length", "limit"), [("bert", 65, 64), ("roberta", 65, 64), ("gpt2", 100, 64), ("llama", 4096, 64)])
+def test_a_text_longer_than_the_positions_is_refused(tiny: Tiny, model_type: str, length: int, limit: int) -> None:
+    name = tiny(model_type)
+    with pytest.raises(WorkloadError, match=f"{length} tokens is over the model's {limit} positions"):
+        from_spec(ModelSpec(name=name), DataSpec(max_length=length))
+    assert from_spec(ModelSpec(name=name), DataSpec(max_length=limit)).shape.length == limit
+
+
+def test_t5_has_no_longest_text(tiny: Tiny) -> None:
+    assert from_spec(ModelSpec(name=tiny("t5")), DataSpec(max_length=5000)).shape.length == 5000
+
+
+def test_a_head_the_model_lacks_is_refused_with_those_it_has(tiny: Tiny) -> None:
+    with pytest.raises(WorkloadError, match="gpt2 model has no head for image_classification") as caught:
+        from_spec(ModelSpec(name=tiny("gpt2"), task="image_classification"), DataSpec())
+    assert "causal_lm" in (caught.value.hint or "")
+
+
+def test_an_empty_batch_is_refused(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("bert")), DataSpec())
+    with pytest.raises(WorkloadError, match="batch of 0"):
+        workload.make_batch(0)
+
+
+def test_no_model_at_all_is_said() -> None:
+    with pytest.raises(WorkloadError, match="not stated"):
+        from_spec(ModelSpec(name=None), DataSpec())

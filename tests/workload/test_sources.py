@@ -1,0 +1,54 @@
+"""Where configs come from, and what is said when none is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hfopt.errors import WorkloadError
+from hfopt.workload.sources import find_config
+
+
+def test_an_unknown_model_says_what_was_tried_and_how_to_help() -> None:
+    with pytest.raises(WorkloadError) as caught:
+        find_config("nobody/no-such-model-here")
+    message = str(caught.value)
+    assert "bundled table" in message and "offline" in message and "cache" in message
+    assert "config.json" in (caught.value.hint or "")
+
+
+def test_a_slip_gets_a_suggestion() -> None:
+    with pytest.raises(WorkloadError, match="Did you mean google-bert/bert-base-uncased"):
+        find_config("bert-base-uncassed")
+
+
+def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"holds no config\.json"):
+        find_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "words"), [("{", "cannot be read"), ("[1]", "holds a list"), ("", "cannot be read")])
+def test_a_broken_config_is_said(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WorkloadError, match=words):
+        find_config(str(tmp_path))
+
+
+def test_a_missing_path_is_not_asked_of_the_hub() -> None:
+    with pytest.raises(WorkloadError, match="no such folder") as caught:
+        find_config("./runs/checkpoint-500")
+    assert "Hub" not in str(caught.value)
+
+
+def test_the_hub_cache_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--acme--tiny" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "bert"}')
+    refs = tmp_path / "models--acme--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    source = find_config("acme/tiny")
+    assert source.where == "Hub cache" and source.fields["model_type"] == "bert"

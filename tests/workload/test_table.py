@@ -1,0 +1,59 @@
+"""The bundled architectures build to the parameter counts their sources publish."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hfopt.schema import DataSpec, ModelSpec
+from hfopt.workload.model import from_spec
+from hfopt.workload.table import Architecture, architectures, find, near_names
+
+
+def _count(entry: Architecture) -> int:
+    """Parameters of the class the config names (or its base model), built without weights by transformers alone."""
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[entry.config["model_type"]].from_dict(dict(entry.config))
+        named = entry.config.get("architectures", [None])[0]
+        model_class = getattr(transformers, named) if named and entry.counts == "head" else transformers.AutoModel
+        model = model_class._from_config(config) if model_class is not transformers.AutoModel else model_class.from_config(config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if entry.config.get("tie_word_embeddings") is False and model.get_output_embeddings() is not None:
+        shared, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        count += outputs.numel() if shared is outputs else 0
+    return count
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("entry", architectures(), ids=lambda entry: entry.hub_id)
+def test_the_count_is_the_published_one(entry: Architecture) -> None:
+    assert _count(entry) == (pytest.approx(entry.parameters, rel=0.05) if entry.rounded else entry.parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", architectures(), ids=lambda entry: entry.hub_id)
+def test_every_entry_becomes_a_workload(entry: Architecture) -> None:
+    workload = from_spec(ModelSpec(name=entry.hub_id), DataSpec())
+    assert workload.parameters == pytest.approx(entry.parameters, rel=0.06)
+    assert set(workload.make_batch(1)) and workload.name == entry.hub_id
+
+
+def test_the_table_is_large_sourced_and_without_doubles() -> None:
+    ids = [entry.hub_id.lower() for entry in architectures()]
+    assert len(ids) >= 80 and len(set(ids)) == len(ids)
+    assert all(entry.source and entry.parameters > 1_000_000 for entry in architectures())
+
+
+def test_names_are_found_in_any_case_and_without_owner() -> None:
+    entry = find("BERT-Base-Uncased")
+    assert entry is not None and entry.hub_id == "google-bert/bert-base-uncased"
+    assert find("meta-llama/llama-3.1-8b") is not None
+    assert find("bert") is None
+
+
+def test_a_slip_is_answered_with_near_names() -> None:
+    assert "google-bert/bert-base-uncased" in near_names("bert-base-uncasd")
+    assert near_names("zzzzzz/qqqqqq") == []
