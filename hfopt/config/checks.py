@@ -1,0 +1,173 @@
+"""What is wrong or outdated in a section, key by key: each finding with its place, and the repair where one is certain."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hfopt.config.document import Document, Entry
+from hfopt.config.installed import Field, Installed
+from hfopt.config.keys import ALIASES, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
+from hfopt.config.operations import Operation
+from hfopt.config.secrets import is_secret, shown
+from hfopt.config.sections import Section
+from hfopt.config.values import Severity, Verdict, judge
+from hfopt.schema import Problem
+
+_EXACT_SECTIONS = frozenset(["training_args", "trainingarguments", "training_arguments", "trainer_args", "seq2seqtrainingarguments"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A finding; `repair` is what `--upgrade` does about it."""
+
+    problem: Problem
+    repair: tuple[Operation, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """What a section came to: its arguments under their current names, where each stands, and the findings."""
+
+    args: Mapping[str, Any]
+    found: tuple[Found, ...]
+
+
+class SectionReader:
+    """Reads one section of a document. `lenient_numbers`: the tool that reads this file makes numbers of number-like text itself."""
+
+    def __init__(self, document: Document, section: Section, present: Installed, *, lenient_numbers: str | None) -> None:
+        self.document, self.section, self.present = document, section, present
+        self.values: dict[str, Any] = document.value(section.path)
+        self.lenient_numbers = lenient_numbers
+        self.args: dict[str, Any] = {}
+        self.found: list[Found] = []
+
+    def read(self) -> Read:
+        for key, value in self.values.items():
+            if isinstance(key, str):
+                self._read_key(key, value)
+        self.found.extend(self._duplicates())
+        return Read(args=self.args, found=tuple(self.found))
+
+    def _field(self, key: str) -> Field | None:
+        return self.present.fields.get(key) or self.present.seq2seq.get(key)
+
+    def _read_key(self, key: str, value: Any) -> None:
+        field = self._field(key)
+        if field is not None:
+            self._take(key, key, self._judge(key, key, value, field))
+        elif key in GONE:
+            self._read_gone(key, value, GONE[key])
+        elif self.section.keys.get(ALIASES.get(key, "")) == key:
+            self._read_alias(key, value)
+        elif key in NEWER:
+            hint = f"in {self.present.version}: {NEWER[key]}" if NEWER[key] else "drop it, or upgrade transformers"
+            self._say(key, "newer_key", "error", f"{key} is newer than the installed transformers {self.present.version}", hint)
+        elif key not in known_elsewhere() and not isinstance(value, dict):
+            self._read_unknown(key)
+
+    def _take(self, key: str, written: str, verdict: Verdict) -> None:
+        if verdict.usable is not None and not is_secret(written, verdict.usable):
+            self.args[key] = verdict.usable
+
+    def _judge(self, key: str, written: str, value: Any, field: Field) -> Verdict:
+        value = resolve(value, self.document.data)
+        verdict = judge(key, value, field)
+        if verdict.code == "number_as_string" and self.lenient_numbers:
+            verdict = replace(verdict, severity="note", message=f"{verdict.message}; {self.lenient_numbers} reads it as one")
+        if verdict.code is not None:
+            repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if verdict.repair else ()
+            self._say(written, verdict.code, verdict.severity, verdict.message.replace(key, written, 1), verdict.fix, repair)
+        return verdict
+
+    def _read_alias(self, key: str, value: Any) -> None:
+        real = ALIASES[key]
+        field = self._field(real)
+        if field is None:
+            return
+        verdict = self._judge(real, key, value, field)
+        self._take(real, key, verdict)
+        if key not in QUIET_ALIASES and verdict.usable is not None:
+            self._say(key, "alias", "note", f"{key} is read as {real}", None)
+
+    def _read_gone(self, key: str, value: Any, gone: Gone) -> None:
+        version = self.present.version
+        target = gone.to if gone.to is not None and self._field(gone.to) is not None else None
+        if gone.by_hand or (gone.to is not None and target is None):
+            self._say(key, "removed_key", "error", f"{key} is gone from transformers {version}: {gone.why}", None)
+            return
+        new: Any = value if gone.values is None else gone.values.get(value) if isinstance(value, bool) else None
+        if target is None or new is None or self._already(target, key):
+            why = f"; {target} is set already" if target and new is not None else ""
+            repair = (Operation(path=self.section.path, key=key, remove=True),)
+            self._say(key, "removed_key", "error", f"{key} is gone from transformers {version}: {gone.why}{why}", "drop the line", repair)
+            return
+        if key == "warmup_ratio" and isinstance(new, int | float) and not isinstance(new, bool) and new >= 1:
+            self._say(
+                key, "removed_key", "error", f"{key} is gone from transformers {version} and {new} cannot be said in warmup_steps", None
+            )
+            return
+        field = self._field(target)
+        assert field is not None
+        verdict = judge(target, resolve(new, self.document.data), field)
+        self._take(target, key, verdict)
+        after = verdict.usable if verdict.repair else new
+        drop = (Operation(path=self.section.path, key=target, remove=True),) if target in self.values else ()
+        renamed = Operation(path=self.section.path, key=key, rename_to=target, after=after, keep_value=after is value)
+        message = f"{key} is gone from transformers {version}: {gone.why}"
+        self._say(key, "renamed_key", "error", message, f"{target}: {_brief(target, after)}", (*drop, renamed))
+
+    def _already(self, target: str, key: str) -> bool:
+        """The successor is set too. warmup_steps: 0 does not count: v4 took the ratio then."""
+        return target in self.values and not (key == "warmup_ratio" and self.values[target] in (0, None))
+
+    def _read_unknown(self, key: str) -> None:
+        candidates = [name for name in (*self.present.fields, *GONE) if name not in self.values]
+        near = nearest(key, candidates)
+        exact = bool(self.section.path) and self.section.path[-1].lower() in _EXACT_SECTIONS
+        if near is not None:
+            self._say(key, "unknown_key", "warning", f"{key} is not a key of TrainingArguments", f"did you mean {near}?")
+        elif exact:
+            message = f"{key} is not a key of TrainingArguments, which refuses keys it does not know"
+            self._say(key, "unknown_key", "warning", message, "move it to a section of its own")
+
+    def _duplicates(self) -> Iterator[Found]:
+        seen: dict[str, Entry] = {}
+        for entry in self.section.node.entries:
+            if entry.key and entry.key in seen and not entry.merge:
+                first = self.document.place(seen[entry.key].key_start)
+                message = f"{entry.key} is set twice, first in line {first.line}; the last one wins"
+                place = self.document.place(entry.key_start)
+                yield Found(
+                    problem=Problem(severity="warning", code="duplicate_key", key=entry.key, place=place, message=message, fix="drop one")
+                )
+            seen[entry.key] = entry
+
+    def _say(self, key: str, code: str, severity: Severity, message: str, fix: str | None, repair: tuple[Operation, ...] = ()) -> None:
+        entry = self.section.node.find(key)
+        place = self.document.place(entry.key_start if entry is not None else self.section.node.start)
+        problem = Problem(severity=severity, code=code, key=key, place=place, message=message, fix=fix)
+        self.found.append(Found(problem=problem, repair=repair))
+
+
+def resolve(value: Any, data: dict[str, Any], depth: int = 0) -> Any:
+    """`${a.b}` (OmegaConf) by the value it names in the same file; anything else as it is."""
+    if not (isinstance(value, str) and value.startswith("${") and value.endswith("}") and ":" not in value) or depth > 5:
+        return value
+    target: Any = data
+    for part in value[2:-1].strip(". ").split("."):
+        target = target.get(part) if isinstance(target, dict) else None
+    return value if target is None or isinstance(target, dict | list) else resolve(target, data, depth + 1)
+
+
+def nearest(key: str, candidates: list[str]) -> str | None:
+    """A key it may be a misspelling of: nearly all letters agree. `eval_epochs` is not `eval_steps`."""
+    close = difflib.get_close_matches(key.lower().replace("-", "_"), candidates, n=1, cutoff=0.87)
+    return close[0] if close else None
+
+
+def _brief(key: str, value: Any) -> str:
+    return shown(key, value).strip("'")

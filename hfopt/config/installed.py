@@ -1,0 +1,142 @@
+"""The keys of the installed TrainingArguments, read from its source: no import of transformers (seconds), one parse (milliseconds).
+
+Only the part of the class before its first method is parsed; the enums that name allowed values are read the same way.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import ConfigError
+
+_SIMPLE = {"int": "int", "float": "float", "bool": "bool", "str": "str", "dict": "dict", "list": "list", "None": "none", "Path": "str"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One key: which kinds of value it takes ('int', 'float', 'bool', 'str', 'dict', 'list', 'none'; empty: anything) and its default."""
+
+    kinds: frozenset[str] = frozenset()
+    choices: tuple[str, ...] = ()  # of an enum
+    default: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Installed:
+    """What the installed transformers offers."""
+
+    version: str
+    fields: Mapping[str, Field]
+    seq2seq: Mapping[str, Field] = field(default_factory=dict)
+
+
+@cache
+def installed() -> Installed:
+    spec = find_spec("transformers")
+    if spec is None or spec.origin is None:
+        raise ConfigError("transformers is not installed, so its TrainingArguments are unknown", hint="pip install transformers")
+    folder = Path(spec.origin).parent
+    try:
+        return read(folder, metadata.version("transformers"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the installed transformers: {error}") from error
+
+
+def read(folder: Path, version: str) -> Installed:
+    """The fields in `folder/training_args.py` and its companions."""
+    source = (folder / "training_args.py").read_text(encoding="utf-8")
+    companions = (folder / "trainer_utils.py").read_text(encoding="utf-8")
+    enums = _enums(source) | _enums(companions)
+    seq2seq = (folder / "training_args_seq2seq.py").read_text(encoding="utf-8")
+    return Installed(
+        version=version,
+        fields=_fields(source, "TrainingArguments", enums),
+        seq2seq=_fields(seq2seq, "Seq2SeqTrainingArguments", enums),
+    )
+
+
+def _class_head(source: str, name: str) -> ast.ClassDef | None:
+    """The class up to its first method, its docstring left out: what is worth parsing of a 3,000-line file."""
+    match = re.search(rf"^class {name}\b.*$", source, re.MULTILINE)
+    if match is None:
+        return None
+    body = source[match.end() :]
+    body = re.sub(r'\A\s*r?""".*?"""[^\n]*\n', "\n", body, count=1, flags=re.DOTALL)
+    stop = re.search(r"^(?:    (?:def |@)|\S)", body, re.MULTILINE)
+    tree = ast.parse(f"class {name}:\n    pass\n{body[: stop.start()] if stop else body}")
+    head = tree.body[0]
+    return head if isinstance(head, ast.ClassDef) else None
+
+
+def _fields(source: str, name: str, enums: Mapping[str, tuple[str, ...]]) -> dict[str, Field]:
+    head = _class_head(source, name)
+    assert head is not None, f"{name} is not where transformers keeps it"
+    found: dict[str, Field] = {}
+    for statement in head.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and not statement.target.id.startswith("_"):
+            names = {node.id for node in ast.walk(statement.annotation) if isinstance(node, ast.Name)}
+            names |= {str(node.value) for node in ast.walk(statement.annotation) if isinstance(node, ast.Constant)}
+            choices = tuple(value for enum in sorted(names & enums.keys()) for value in enums[enum]) or _choices(statement.value)
+            found[statement.target.id] = Field(kinds=_kinds(statement.annotation), choices=choices, default=_default(statement.value))
+    return found
+
+
+def _kinds(annotation: ast.expr) -> frozenset[str]:
+    """int | None -> {int, none}; an unknown class (an enum, Any) beside `str` is a str; alone it says nothing."""
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _kinds(left) | _kinds(right)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            return _kinds(inner) | {"none"}
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=members)):
+            return frozenset().union(*(_kinds(member) for member in members))
+        case ast.Subscript(value=ast.Name(id="list" | "List")):
+            return frozenset({"list"})
+        case ast.Subscript(value=ast.Name(id="dict" | "Dict")):
+            return frozenset({"dict"})
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return frozenset({"bool", "str"})
+        case ast.Name(id=name):
+            return frozenset({_SIMPLE[name]}) if name in _SIMPLE else frozenset()
+        case ast.Constant(value=None):
+            return frozenset({"none"})
+        case ast.Constant(value=str(text)):
+            return _kinds(ast.parse(text, mode="eval").body)
+        case _:
+            return frozenset()
+
+
+def _default(value: ast.expr | None) -> Any:
+    if isinstance(value, ast.Call):
+        value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    try:
+        return ast.literal_eval(value) if value is not None else None
+    except ValueError:
+        return None
+
+
+def _choices(value: ast.expr | None) -> tuple[str, ...]:
+    """The literal `choices` of a field's metadata."""
+    for node in ast.walk(value) if value is not None else ():
+        if isinstance(node, ast.Dict):
+            for key, choices in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value == "choices" and isinstance(choices, ast.List):
+                    return tuple(str(choice.value) for choice in choices.elts if isinstance(choice, ast.Constant))
+    return ()
+
+
+def _enums(source: str) -> dict[str, tuple[str, ...]]:
+    """The string enums of a module: class name -> values."""
+    found: dict[str, tuple[str, ...]] = {}
+    for match in re.finditer(r"^class (\w+)\((?:ExplicitEnum|str, Enum|Enum)\):$", source, re.MULTILINE):
+        values = re.match(r"(?:\n|    [^\n]*\n)*", source[match.end() :])
+        found[match[1]] = tuple(re.findall(r'^    [A-Z0-9_]+ = "([^"]*)"', values[0] if values else "", re.MULTILINE))
+    return found

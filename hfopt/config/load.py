@@ -1,0 +1,200 @@
+"""Config in: a YAML file becomes a TrainJob, with everything that is wrong with it told at once.
+
+The job's arguments have current names and right types even where the file does not, so that later stages need not know how it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hfopt.config.checks import Found, SectionReader
+from hfopt.config.combined import check_together
+from hfopt.config.data_facts import read_data
+from hfopt.config.document import Document, NodePath, parse, read_bytes
+from hfopt.config.facts import Facts
+from hfopt.config.foreign import tool_of
+from hfopt.config.installed import Installed, installed
+from hfopt.config.keys import ACCUMULATION, BATCH, GONE
+from hfopt.config.model_facts import is_llama_factory, read_model, trainer_kind
+from hfopt.config.operations import Operation
+from hfopt.config.sections import Layout, Section, find
+from hfopt.errors import ConfigError
+from hfopt.schema import Problem, TrainJob
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Home:
+    """Where an argument stands: the mapping's path and the key as the file writes it."""
+
+    path: NodePath
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    job: TrainJob | None  # None: a batch value is unreadable, or several profiles and nothing says which
+    problems: tuple[Problem, ...]
+    source: bytes
+    document: Document
+    layout: Layout
+    homes: Mapping[str, Home]  # by the argument's current name
+    repairs: tuple[Operation, ...]  # what --upgrade does
+
+    @property
+    def transformers_version(self) -> str:
+        return installed().version
+
+
+def load(path: Path, *, section: str | None = None, world_size: int = 1) -> Loaded:
+    """Reads the file; raises ConfigError when it is no TrainingArguments YAML at all."""
+    return load_bytes(read_bytes(path), str(path), section=section, world_size=world_size)
+
+
+def load_bytes(source: bytes, path: str, *, section: str | None = None, world_size: int = 1) -> Loaded:
+    if world_size < 1:
+        raise ConfigError(f"a world size of {world_size}: there is at least one process")
+    document, present = parse(source, path), installed()
+    if section is None and (tool := tool_of(document.data)) is not None:
+        raise ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint="hfopt reads TrainingArguments YAMLs")
+    layout = find(document, present, section)
+    if not layout.all:
+        raise ConfigError(
+            f"{path}: no TrainingArguments in it",
+            hint="keys such as per_device_train_batch_size are looked for at the root and in every section; name one with --section",
+        )
+    return _Reading(source, document, layout, present, world_size).loaded()
+
+
+class _Reading:
+    """One pass over the sections that count."""
+
+    def __init__(self, source: bytes, document: Document, layout: Layout, present: Installed, world_size: int) -> None:
+        self.source, self.document, self.layout, self.present, self.world_size = source, document, layout, present, world_size
+        left_out = [] if layout.main is None else [rival.path for rival in layout.rivals if rival.path != ()]
+        self.facts = Facts(document.data, first=layout.main.path if layout.main else (), left_out=left_out)
+
+    def loaded(self) -> Loaded:
+        args: dict[str, Any] = {}
+        homes: dict[str, Home] = {}
+        found: list[Found] = []
+        for section in self.layout.all:
+            read = SectionReader(self.document, section, self.present, lenient_numbers=self._lenient()).read()
+            found.extend(read.found)
+            if section not in self.layout.rivals:
+                args = {**read.args, **args}
+                homes = {**self._homes(section), **homes}
+        job = None
+        if self.layout.main is not None:
+            trainer = trainer_kind(self.facts, self.document.path)
+            found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
+            if not any(item.problem.key in _batch_names(homes) and item.problem.severity == "error" for item in _unusable(found)):
+                job = self._job(args, trainer, homes)
+        problems = [item.problem for item in found] + list(self._about_the_file())
+        problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
+        return Loaded(
+            job=job,
+            problems=tuple(problems),
+            source=self.source,
+            document=self.document,
+            layout=self.layout,
+            homes=homes,
+            repairs=tuple(operation for item in found for operation in item.repair),
+        )
+
+    def _lenient(self) -> str | None:
+        return "LLaMA-Factory (OmegaConf)" if is_llama_factory(self.facts) else None
+
+    def _homes(self, section: Section) -> dict[str, Home]:
+        homes: dict[str, Home] = {}
+        for real, written in section.keys.items():
+            gone = GONE.get(real)
+            name = gone.to if gone is not None and real not in self.present.fields and gone.to and gone.values is None else real
+            homes.setdefault(name, Home(path=section.path, key=written))
+        return homes
+
+    def _place_of(self, key: str, homes: Mapping[str, Home]) -> Any:
+        home = homes.get(key) or Home(path=self.layout.main.path if self.layout.main else (), key=key)
+        node = self.document.node(home.path)
+        entry = node.find(home.key) if node is not None else None
+        return self.document.place(entry.key_start if entry is not None else node.start if node is not None else 0)
+
+    def _job(self, args: dict[str, Any], trainer: Any, homes: Mapping[str, Home]) -> TrainJob:
+        assert self.layout.main is not None
+        return TrainJob(
+            path=self.document.path,
+            section=self.layout.main.path,
+            trainer=trainer,
+            args=args,
+            model=read_model(self.facts, trainer, args),
+            data=read_data(self.facts, trainer),
+            per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
+            accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
+            world_size=self.world_size,
+            kept=_kept(self.document, homes),
+        )
+
+    def _about_the_file(self) -> Iterator[Problem]:
+        main, rivals = self.layout.main, self.layout.rivals
+        names = ", ".join(rival.name for rival in rivals)
+        if main is None:
+            message = f"several sections hold TrainingArguments: {names}"
+            yield Problem(
+                severity="error", code="several_sections", key=None, place=None, message=message, fix=f"--section {rivals[0].name}"
+            )
+        elif rivals:
+            message = f"read from {main.name} ({self.layout.why}); others: {names}"
+            yield Problem(
+                severity="note", code="several_sections", key=None, place=None, message=message, fix="--section NAME takes another"
+            )
+        if isinstance(self.document.data.get("defaults"), list):
+            place = self.document.place(_key_start(self.document, "defaults"))
+            message = "Hydra composes this file with others (`defaults:`), which are not read here"
+            yield Problem(
+                severity="note", code="hydra", key="defaults", place=place, message=message, fix="python SCRIPT --cfg job > resolved.yaml"
+            )
+
+
+def _unusable(found: list[Found]) -> Iterator[Found]:
+    codes = {"unresolved", "wrong_type", "bad_value"}
+    yield from (item for item in found if item.problem.code in codes)
+
+
+def _batch_names(homes: Mapping[str, Home]) -> set[str]:
+    return {BATCH, ACCUMULATION} | {homes[key].key for key in (BATCH, ACCUMULATION) if key in homes}
+
+
+def _key_start(document: Document, key: str) -> int:
+    entry = document.root.find(key)
+    return entry.key_start if entry is not None else 0
+
+
+_KEEP = re.compile(r"#\s*hfopt:\s*keep\b[ \t]*:?[ \t]*([\w, \t]*)")
+
+
+def _kept(document: Document, homes: Mapping[str, Home]) -> frozenset[str]:
+    """`# hfopt: keep` keeps the key of its line, or of the next line when it stands alone; `# hfopt: keep a, b` keeps a and b."""
+    kept: set[str] = set()
+    lines = document.text.splitlines()
+    by_line: dict[int, str] = {}
+    for name, home in homes.items():
+        node = document.node(home.path)
+        entry = node.find(home.key) if node is not None else None
+        if entry is not None:
+            by_line[document.place(entry.key_start).line] = name
+    for number, line in enumerate(lines, start=1):
+        match = _KEEP.search(line)
+        if match is None:
+            continue
+        named = set(re.findall(r"\w+", match[1]))
+        if named:
+            kept |= {next((name for name, home in homes.items() if home.key == word), word) for word in named}
+        elif line.lstrip().startswith("#"):
+            following = [there for there in sorted(by_line) if there > number]
+            kept |= {by_line[following[0]]} if following else set()
+        elif number in by_line:
+            kept.add(by_line[number])
+    return frozenset(kept)

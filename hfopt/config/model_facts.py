@@ -1,0 +1,255 @@
+"""What is trained: the model, its task, adapters and quantization, under the names that TRL, LLaMA-Factory and plain scripts use."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from hfopt.config.facts import Facts
+from hfopt.schema import Lora, ModelSpec, Quantization, Task
+
+Trainer = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+
+_MODEL_SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")
+_NOT_THE_MODEL = ("tokenizer", "ref_model", "teacher", "reward_model", "adapter", "generation", "inference", "export")
+_DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "float32": "float32",
+    "auto": "auto",
+}
+_GLUE_LABELS = {"cola": 2, "sst2": 2, "mrpc": 2, "qqp": 2, "stsb": 1, "mnli": 3, "qnli": 2, "rte": 2, "wnli": 2}
+_TASKS: dict[str, Task] = {
+    "causallm": "causal_lm",
+    "clm": "causal_lm",
+    "textgeneration": "causal_lm",
+    "languagemodeling": "causal_lm",
+    "sft": "causal_lm",
+    "maskedlm": "masked_lm",
+    "mlm": "masked_lm",
+    "fillmask": "masked_lm",
+    "pretraining": "masked_lm",
+    "seq2seqlm": "seq2seq_lm",
+    "seq2seq": "seq2seq_lm",
+    "text2textgeneration": "seq2seq_lm",
+    "summarization": "seq2seq_lm",
+    "translation": "seq2seq_lm",
+    "conditionalgeneration": "seq2seq_lm",
+    "sequenceclassification": "sequence_classification",
+    "seqcls": "sequence_classification",
+    "textclassification": "sequence_classification",
+    "sentimentanalysis": "sequence_classification",
+    "classification": "sequence_classification",
+    "glue": "sequence_classification",
+    "tokenclassification": "token_classification",
+    "tokencls": "token_classification",
+    "ner": "token_classification",
+    "questionanswering": "question_answering",
+    "qa": "question_answering",
+    "questionans": "question_answering",
+    "imageclassification": "image_classification",
+    "semanticsegmentation": "semantic_segmentation",
+    "imagesegmentation": "semantic_segmentation",
+    "ctc": "ctc",
+    "speechseq2seq": "speech_seq2seq",
+    "audioclassification": "audio_classification",
+    "featureextraction": "embedding",
+    "sentencesimilarity": "embedding",
+    "imagetexttotext": "image_text",
+    "vision2seq": "image_text",
+    "imagetotext": "image_text",
+    "visualquestionanswering": "image_text",
+}
+
+
+def trainer_kind(facts: Facts, path: str) -> Trainer:
+    """Which Trainer reads this file: what it names, else keys that only one of them has, else the words of its path."""
+    stage = (facts.text("stage", "rlhf_type", "rl", "method", "trainer_type", "trainer_class", "trainer", "training_type") or "").lower()
+    named: dict[str, Trainer] = {"grpo": "GRPO", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}
+    for word, trainer in named.items():
+        if re.search(rf"(?:^|[_\W]){word}|{word}(?:$|[_\W]|trainer)", stage):
+            return trainer
+    if stage in ("rm", "pt", "ppo") and facts.has("finetuning_type", "cutoff_len", "template"):
+        return "Reward" if stage == "rm" else "SFT"
+    if facts.has("num_generations", "reward_funcs", "steps_per_generation"):
+        return "GRPO"
+    if facts.has("desirable_weight", "undesirable_weight"):
+        return "KTO"
+    if facts.has("center_rewards_coefficient"):
+        return "Reward"
+    if facts.has("beta", "pref_beta", "precompute_ref_log_probs", "rpo_alpha") and facts.has(
+        "max_prompt_length", "max_length", "loss_type"
+    ):
+        return "DPO"
+    if facts.has(
+        "dataset_mixer", "dataset_mixture", "dataset_text_field", "packing", "use_peft", "completion_only_loss", "dataset_num_proc"
+    ):
+        words = set(re.split(r"[\W_]+", path.lower()))
+        return next((trainer for word, trainer in named.items() if word in words), "SFT")
+    if facts.has("finetuning_type") or (facts.has("cutoff_len") and facts.has("template")):
+        return "SFT"
+    if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
+        return "Seq2SeqTrainer"
+    return "Trainer"
+
+
+def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
+    factory = is_llama_factory(facts)
+    lora = _lora(facts, factory)
+    task, labels = _task(facts, trainer)
+    return ModelSpec(
+        name=_name(facts),
+        task=task,
+        weights_dtype=_weights_dtype(facts, factory, lora, args),
+        attn_implementation=_attention(facts),
+        lora=lora,
+        quantization=_quantization(facts, factory),
+        frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
+        num_labels=facts.whole("num_labels", "num_classes", "n_classes", "n_labels") or labels,
+        trust_remote_code=facts.true("trust_remote_code"),
+    )
+
+
+def is_llama_factory(facts: Facts) -> bool:
+    return (
+        facts.has("finetuning_type")
+        or (facts.has("stage") and facts.has("template"))
+        or (facts.has("cutoff_len") and facts.has("template"))
+    )
+
+
+def _name(facts: Facts) -> str | None:
+    direct = facts.text(
+        *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "model_path", "base_model_name_or_path"),
+        *("base_model_name", "base_model_id", "base_model", "pretrained_model_name", "pretrained_model", "model_checkpoint", "model_repo"),
+        not_under=_NOT_THE_MODEL,
+    )
+    if direct is None:
+        inner = ("name_or_path", "name", "id", "path", "checkpoint", "repo", "pretrained", "hf_name", "base")
+        direct = facts.text(*inner, under=_MODEL_SECTIONS, not_under=_NOT_THE_MODEL)
+    if direct is None:
+        direct = facts.text("model", not_under=_NOT_THE_MODEL) or facts.text("config_name", "checkpoint", not_under=_NOT_THE_MODEL)
+    return None if direct is None or "${" in direct or "{{" in direct else direct
+
+
+def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
+    if trainer == "Reward":
+        return "sequence_classification", 1
+    for value in (facts.text("task_name"), facts.text("task"), facts.text("task_type"), facts.text("pipeline_tag")):
+        if value is not None and value.lower().replace("-", "") in _GLUE_LABELS:
+            return "sequence_classification", _GLUE_LABELS[value.lower().replace("-", "")]
+        if value is not None and (task := _task_of(value)) is not None:
+            return task, None
+    for value in (
+        facts.text("model_class"),
+        facts.text("auto_class"),
+        facts.text("auto_model_class"),
+        facts.text("model_type"),
+        facts.text("lora_task_type"),
+    ):
+        if value is not None and (task := _task_of(value)) is not None:
+            return task, None
+    if trainer in ("SFT", "DPO", "GRPO", "KTO"):
+        return "causal_lm", None
+    return None, None
+
+
+def _task_of(text: str) -> Task | None:
+    """'text-classification', 'SEQ_CLS' and 'AutoModelForSequenceClassification' all name a task."""
+    word = re.sub(r"[^a-z0-9]", "", text.lower().rsplit("modelfor", 1)[-1].rsplit("for", 1)[-1])
+    return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
+
+
+def _weights_dtype(facts: Facts, factory: bool, lora: Lora | None, args: dict[str, Any]) -> str | None:
+    """LLaMA-Factory loads in the compute type and makes what trains float32 again, unless pure_bf16 says otherwise."""
+    if facts.true("pure_bf16"):
+        return "bfloat16"
+    said = facts.text("torch_dtype", "dtype", "model_dtype", "weights_dtype")
+    if said is not None:
+        return _DTYPES.get(said.lower().removeprefix("torch."))
+    if factory and lora is not None and (args.get("bf16") is True or args.get("fp16") is True):
+        return "bfloat16" if args.get("bf16") is True else "float16"
+    return None
+
+
+def _attention(facts: Facts) -> str | None:
+    said = facts.text("attn_implementation", "attention_implementation", "attn_impl")
+    if said is not None:
+        return said
+    if facts.true("use_flash_attention_2", "use_flash_attention", "flash_attention_2", "use_flash_attn"):
+        return "flash_attention_2"
+    return {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "fa3": "flash_attention_3"}.get(facts.text("flash_attn") or "")
+
+
+def _lora(facts: Facts, factory: bool) -> Lora | None:
+    if facts.false("use_peft", "use_lora", "lora_enabled") or any(
+        value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
+    ):
+        return None
+    kind = facts.text("finetuning_type")
+    if factory:
+        if (kind or "lora") != "lora":
+            return None
+        rank = facts.whole("lora_rank") or 8
+        alpha, dropout = facts.number("lora_alpha") or 2 * rank, facts.number("lora_dropout") or 0.0
+        target = facts.get("lora_target") or "all"
+    else:
+        nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
+        flat = facts.whole("lora_r", "lora_rank")
+        if nested is None and flat is None and not facts.true("use_peft", "use_lora", "use_qlora"):
+            return None
+        rank = flat or nested or 16
+        alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
+        dropout = _first(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
+        target = facts.get("lora_target_modules", "lora_target", "target_modules")
+    return Lora(
+        r=rank,
+        alpha=float(alpha),
+        dropout=float(dropout),
+        target_modules=_target(target),
+        modules_to_save=_strings(facts.get("lora_modules_to_save", "modules_to_save", "additional_target")),
+        use_dora=facts.true("use_dora"),
+        use_rslora=facts.true("use_rslora"),
+    )
+
+
+_LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
+
+
+def _first(*values: Any) -> float:
+    return next(float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _target(target: Any) -> tuple[str, ...] | str | None:
+    if target in ("all", "all-linear"):
+        return "all-linear"
+    return _strings(target) or None
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in value) if isinstance(value, list) else ()
+
+
+def _quantization(facts: Facts, factory: bool) -> Quantization | None:
+    bits: Literal[4, 8] | None = None
+    written = facts.whole("quantization_bit")
+    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4:
+        bits = 4
+    elif facts.true("load_in_8bit", "use_8bit") or written == 8:
+        bits = 8
+    if bits is None:
+        return None
+    double = facts.true("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant")
+    return Quantization(
+        bits=bits,
+        quant_type=facts.text("bnb_4bit_quant_type", "quantization_type") or "nf4",
+        double_quant=double or (factory and bits == 4 and not facts.false("double_quantization")),
+        compute_dtype=_DTYPES.get((facts.text("bnb_4bit_compute_dtype") or "").lower().removeprefix("torch.")),
+    )

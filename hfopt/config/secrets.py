@@ -1,0 +1,34 @@
+"""Credentials in configs: recognised by key or by form, and never shown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_NAMES = re.compile(r"(?:^|_)(?:token|secret|password|api_?key|access_key|auth_token)$", re.IGNORECASE)
+_FORMS = re.compile(r"\b(?:hf|api_org|sk|ghp)[_-][A-Za-z0-9]{16,}")
+HIDDEN = "(hidden)"
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """A non-empty string under a credential's name, or one that looks like a token wherever it stands."""
+    return isinstance(value, str) and bool(value) and (_NAMES.search(key) is not None or _FORMS.search(value) is not None)
+
+
+def shown(key: str, value: Any) -> str:
+    """A value as a message may show it: as YAML would say it, shortened, and never a credential."""
+    if is_secret(key, value):
+        return HIDDEN
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = _FORMS.sub(HIDDEN, repr(value) if isinstance(value, str) else str(value))
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def scrub(value: Any, key: str = "") -> Any:
+    """The same value with every credential in it replaced."""
+    if isinstance(value, dict):
+        return {name: scrub(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [scrub(inner, key) for inner in value]
+    return HIDDEN if is_secret(key, value) else value

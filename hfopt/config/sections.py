@@ -1,0 +1,185 @@
+"""Where in a file the TrainingArguments are: at the root, under any name, split over several sections, or in one profile of many.
+
+Every mapping is scored by the keys of TrainingArguments it holds. The best one is the section; others that share none of its keys add
+theirs (split arguments); others that set the same keys are rivals (profiles), and a selector, the name `default` or the user decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.config.document import Document, Node, NodePath
+from hfopt.config.installed import Installed
+from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
+from hfopt.errors import ConfigError
+
+_SECTION_NAMES = frozenset(
+    {
+        *("training", "train", "trainer", "args", "training_args", "trainingarguments", "training_arguments", "trainer_args", "train_args"),
+        *("trainer_config", "training_config", "sft_config", "dpo_config", "grpo_config", "training_params", "seq2seqtrainingarguments"),
+        *("hyperparameters", "hyperparams", "hparams"),
+    }
+)
+_STRONG_PREFIXES = (
+    *("per_device_", "per_gpu_", "gradient_", "dataloader_", "warmup_", "eval_", "evaluation_", "save_", "logging_", "lr_", "adam_"),
+)
+_WEAK = frozenset(
+    {
+        *("seed", "project", "debug", "use_cache", "deepspeed", "do_train", "do_eval", "do_predict", "fp16", "bf16", "tf32", "optim"),
+        *("run_name", "output_dir"),
+    }
+)
+_RIVAL_KEYS = frozenset({BATCH, ACCUMULATION, "learning_rate", "num_train_epochs", "max_steps"})
+_NOT_SECTIONS = frozenset(
+    {
+        *("gradient_checkpointing_kwargs", "lr_scheduler_kwargs", "accelerator_config", "fsdp_config", "deepspeed", "deepspeed_config"),
+        *("dataset_mixture", "dataset_mixer", "dataset_kwargs", "model_init_kwargs", "generation_kwargs", "generation_config"),
+        *("liger_kernel_config", "parallelism_config", "quantization_config", "bnb_config"),
+    }
+)
+_DEFAULT_NAMES = frozenset({"default", "defaults"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Section:
+    """One mapping with TrainingArguments in it."""
+
+    path: NodePath
+    node: Node
+    keys: Mapping[str, str]  # real key -> the key in the file
+    score: int
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path) or "the root"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """The section that is meant, those that add to it, and its rivals. main=None: several profiles and nothing says which."""
+
+    main: Section | None
+    added: tuple[Section, ...] = ()
+    rivals: tuple[Section, ...] = ()
+    why: str | None = None  # how one of several was chosen
+
+    @property
+    def all(self) -> tuple[Section, ...]:
+        return (*((self.main,) if self.main else ()), *self.added, *self.rivals)
+
+
+def real_keys(present: Installed) -> frozenset[str]:
+    """Every name a key of TrainingArguments has or had."""
+    return frozenset({*present.fields, *present.seq2seq, *GONE, *NEWER})
+
+
+def find(document: Document, present: Installed, section: str | None) -> Layout:
+    candidates = list(_candidates(document, real_keys(present)))
+    if section is not None:
+        return Layout(main=_asked_for(document, section, real_keys(present), candidates))
+    found = [candidate for candidate in candidates if candidate.score >= 2]
+    if not found:
+        return Layout(main=None)
+    best = max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
+    rivals = tuple(other for other in found if other is not best and _compete(other, best))
+    if not rivals:
+        return Layout(main=best, added=_adding(best, candidates))
+    chosen, why = _choose((best, *rivals), document.data)
+    if chosen is None:
+        return Layout(main=None, rivals=tuple(sorted((best, *rivals), key=lambda one: one.node.start)))
+    return Layout(main=chosen, why=why, rivals=tuple(other for other in (best, *rivals) if other is not chosen))
+
+
+def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
+    for path, value in _mappings(document.data, (), 0):
+        node = document.node(path)
+        if node is not None and node.kind == "mapping":
+            keys = {name: name for name in value if isinstance(name, str) and name in real}
+            for name in value:
+                if isinstance(name, str) and name in ALIASES and ALIASES[name] not in keys and not isinstance(value[name], dict | list):
+                    keys[ALIASES[name]] = name
+            if keys:
+                yield Section(path=path, node=node, keys=keys, score=_score(path, keys))
+
+
+def _mappings(value: Any, path: NodePath, depth: int) -> Iterator[tuple[NodePath, dict[Any, Any]]]:
+    if depth > 6:
+        return
+    if isinstance(value, dict):
+        yield path, value
+        for key, inner in value.items():
+            if isinstance(key, str) and key not in _NOT_SECTIONS:
+                yield from _mappings(inner, (*path, key), depth + 1)
+    elif isinstance(value, list):
+        for position, inner in enumerate(value[:200]):
+            if isinstance(inner, dict):
+                yield from _mappings(inner, (*path, str(position)), depth + 1)
+
+
+def _score(path: NodePath, keys: Mapping[str, str]) -> int:
+    score = 0
+    for real, written in keys.items():
+        if real in _RIVAL_KEYS and real == written:
+            score += 4
+        elif real == written and real.startswith(_STRONG_PREFIXES):
+            score += 3
+        else:
+            score += 0 if real in _WEAK and len(keys) == 1 else 1
+    if path and path[-1].lower() in _SECTION_NAMES:
+        score += 2
+    return score
+
+
+def _compete(one: Section, other: Section) -> bool:
+    """Both set what only one may set, and neither contains the other."""
+    shared = one.keys.keys() & other.keys.keys() & _RIVAL_KEYS
+    nested = one.path[: len(other.path)] == other.path or other.path[: len(one.path)] == one.path
+    return bool(shared) and not nested
+
+
+def _adding(main: Section, candidates: list[Section]) -> tuple[Section, ...]:
+    """Sections that hold more of the same job's arguments: none of the keys already taken, and not only a `seed`."""
+    taken, added = set(main.keys), []
+    for other in candidates:
+        fresh = other.keys.keys() - taken - _WEAK
+        if other is not main and fresh and not other.keys.keys() & taken & _RIVAL_KEYS and not any(part.isdecimal() for part in other.path):
+            added.append(other)
+            taken |= other.keys.keys()
+    return tuple(added)
+
+
+def _choose(sections: tuple[Section, ...], data: dict[str, Any]) -> tuple[Section | None, str | None]:
+    words = {value: key for key, value in data.items() if isinstance(key, str) and isinstance(value, str)}
+    for section in sections:
+        for part in section.path:
+            if part in words:
+                return section, f"`{words[part]}: {part}` names it"
+    for section in sections:
+        if any(part.lower() in _DEFAULT_NAMES for part in section.path):
+            return section, "it is the default one"
+    leaves = [section for section in sections if not any(section.node in other.node.merged() for other in sections if other is not section)]
+    if len(leaves) == 1:
+        return leaves[0], "the others are merged into it"
+    named = [section for section in sections if section.path and section.path[-1].lower() in _SECTION_NAMES]
+    parents = {section.path[:-1] for section in sections}
+    if len(named) == 1 and len(parents) == 1:
+        return named[0], "of its name"
+    return None, None
+
+
+def _asked_for(document: Document, section: str, real: frozenset[str], candidates: list[Section]) -> Section:
+    path = tuple(section.split(".")) if section not in ("", ".") else ()
+    for candidate in candidates:
+        if candidate.path == path:
+            return candidate
+    node = document.node(path)
+    others = ", ".join(candidate.name for candidate in candidates if candidate.score >= 2)
+    hint = f"sections with TrainingArguments: {others}" if others else None
+    if node is None:
+        raise ConfigError(f"{document.path}: no section {section!r}", hint=hint)
+    if node.kind != "mapping":
+        place = document.place(node.start)
+        raise ConfigError(f"{document.path}:{place.line}: {section} is not a mapping of keys to values", hint=hint)
+    return Section(path=path, node=node, keys={}, score=0)

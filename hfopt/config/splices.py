@@ -1,0 +1,184 @@
+"""The splices of text that one operation needs, wherever the value stands: block or flow, behind an anchor, an alias or a merge key."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hfopt.config.document import Document, Entry, Node, NodePath, Use
+from hfopt.config.keys import kin
+from hfopt.config.operations import Operation
+from hfopt.config.render import render
+from hfopt.config.values import same
+from hfopt.errors import ConfigError
+
+
+class Splicer:
+    """Collects replacements of text spans and new lines; `result()` makes them all at once."""
+
+    def __init__(self, document: Document) -> None:
+        self.document, self.text = document, document.text
+        self.newline = "\r\n" if "\r\n" in self.text else "\n"
+        self.replacements: list[tuple[int, int, int, str]] = []  # start, end, order, text
+
+    def result(self) -> str:
+        text, last = self.text, len(self.text) + 1
+        for start, end, _, new in sorted(self.replacements, reverse=True):
+            if end > last:
+                raise ConfigError(f"{self.document.path}: two changes touch the same place; nothing was changed")
+            text, last = text[:start] + new + text[end:], start
+        return text
+
+    def perform(self, operation: Operation) -> None:
+        node = self._own_mapping(operation.path)
+        entry, before = node.find(operation.key), self.document.value(operation.path).get(operation.key)
+        if operation.remove:
+            self._remove(node, operation.key)
+        elif operation.rename_to is not None and entry is not None:
+            self._replace(entry.key_start, entry.key_end, self._key_like(entry, operation.rename_to))
+            if not operation.keep_value:
+                self._set(node, entry, operation.after, before)
+        elif entry is not None:
+            self._set(node, entry, operation.after, before)
+        else:
+            self._add(node, operation.rename_to or operation.key, operation.after)
+
+    def _replace(self, start: int, end: int, new: str) -> None:
+        self.replacements.append((start, end, len(self.replacements), new))
+
+    # ------------------------------------------------------------------ where
+
+    def _own_mapping(self, path: NodePath) -> Node:
+        """The mapping at the path, if it is written there and read from nowhere else."""
+        node = self.document.node(path)
+        if node is None or node.kind != "mapping":
+            raise ConfigError(f"{self.document.path}: {'.'.join(path)} is not a mapping of keys to values")
+        return node
+
+    def _aliases_of(self, anchor: str, node: Node) -> list[Use]:
+        uses = [use for other in self.document.nodes() for use in (*(entry.value for entry in other.entries), *other.items)]
+        return sorted((use for use in uses if use.alias == anchor and use.node is node), key=lambda use: use.start)
+
+    # ------------------------------------------------------------------ set
+
+    def _set(self, node: Node, entry: Entry, value: Any, before: Any) -> None:
+        use = entry.value
+        old = use.node
+        if use.alias is None and isinstance(before, dict) and isinstance(value, dict) and old.anchor is None and old.entries:
+            self._set_inside(old, value, before)
+            return
+        source = self.text[use.start : use.end]
+        json_style = node.flow and self._is_json(node)
+        if use.alias is None and old.anchor is not None:
+            self._hand_over_anchor(old)
+            source = source.split(None, 1)[1] if len(source.split(None, 1)) > 1 else ""
+        new = render(
+            value, old="" if use.alias or old.kind != "scalar" or old.style in ("|", ">") else source, flow=node.flow, json_style=json_style
+        )
+        if use.start == use.end:  # nothing stood there
+            new = (" " if ":" in self.text[entry.key_end : use.start] else ": ") + new
+        elif old.kind != "scalar" and not old.flow and use.alias is None:  # a block collection starts on a line of its own
+            start = entry.key_end + self.text[entry.key_end : use.start].index(":") + 1
+            self._replace(start, use.end, " " + new)
+            return
+        self._replace(use.start, use.end, new)
+
+    def _set_inside(self, mapping: Node, wanted: dict[Any, Any], before: dict[Any, Any]) -> None:
+        """A mapping becomes another key by key, so that what is the same stays as it is written."""
+        for entry in mapping.entries:
+            if entry.key not in wanted:
+                self._remove(mapping, entry.key)
+        for key, value in wanted.items():
+            there = mapping.find(key)
+            if there is None:
+                self._add(mapping, key, value)
+            elif not same(before[key], value):
+                self._set(mapping, there, value, before[key])
+
+    def _hand_over_anchor(self, node: Node) -> None:
+        """Whoever reads the old value by its alias keeps it: the first reader becomes the anchor."""
+        assert node.anchor is not None
+        readers = self._aliases_of(node.anchor, node)
+        if readers:
+            self._replace(readers[0].start, readers[0].end, self.text[node.start : node.end])
+
+    # ------------------------------------------------------------------ add
+
+    def _add(self, node: Node, key: str, value: Any) -> None:
+        own = [entry for entry in node.entries if entry.key or entry.merge]
+        if not own:
+            self._replace(node.start, node.end, "{" + render(key, flow=True) + ": " + render(value, flow=True) + "}")
+            return
+        neighbour = next((entry for name in kin(key) for entry in reversed(own) if entry.key == name), own[-1])
+        if node.flow:
+            self._add_in_flow(node, neighbour, key, value)
+            return
+        indent = " " * (self.document.place(neighbour.key_start).column - 1)
+        lines = self._block_lines(key, value, indent)
+        end = self._line_end(neighbour.value.end)
+        self._replace(end, end, "".join(self.newline + line for line in lines))
+
+    def _block_lines(self, key: str, value: Any, indent: str) -> list[str]:
+        if isinstance(value, dict) and value:
+            inner = [line for name, item in value.items() for line in self._block_lines(name, item, indent + "  ")]
+            return [f"{indent}{render(key)}:", *inner]
+        return [f"{indent}{render(key)}: {render(value)}"]
+
+    def _line_end(self, offset: int) -> int:
+        match = re.compile(r"\r\n|\r|\n|\Z").search(self.text, offset)
+        assert match is not None
+        return match.start()
+
+    def _add_in_flow(self, node: Node, neighbour: Entry, key: str, value: Any) -> None:
+        json_style = self._is_json(node)
+        new = f"{render(key, flow=True, json_style=json_style)}: {render(value, flow=True, json_style=json_style)}"
+        before = self.text[: neighbour.key_start]
+        indent = re.search(r"(?:\r\n|\r|\n)[ \t]*\Z", before)
+        if indent is not None:  # each entry on a line of its own
+            self._replace(neighbour.key_start, neighbour.key_start, new + "," + indent[0])
+        else:
+            self._replace(neighbour.value.end, neighbour.value.end, ", " + new)
+
+    def _is_json(self, node: Node) -> bool:
+        return bool(node.entries) and all(self.text[entry.key_start] == '"' for entry in node.entries)
+
+    def _key_like(self, entry: Entry, name: str) -> str:
+        quote = self.text[entry.key_start : entry.key_start + 1]
+        return f"{quote}{name}{quote}" if quote in ("'", '"') else name
+
+    # ------------------------------------------------------------------ remove
+
+    def _remove(self, node: Node, key: str) -> None:
+        entries = list(node.entries)
+        for position, entry in enumerate(entries):
+            if entry.key != key or entry.merge:
+                continue
+            if entry.value.alias is None and entry.value.node.anchor is not None:
+                self._hand_over_anchor(entry.value.node)
+            if len({other.key for other in entries}) == 1:
+                self._replace(node.start, node.end, "{}")
+                return
+            if node.flow:
+                self._remove_in_flow(entries, position)
+            else:
+                self._remove_lines(entries, position)
+
+    def _remove_in_flow(self, entries: list[Entry], position: int) -> None:
+        if position + 1 < len(entries):
+            self._replace(entries[position].key_start, entries[position + 1].key_start, "")
+        else:
+            self._replace(entries[position - 1].value.end, entries[position].value.end, "")
+
+    def _remove_lines(self, entries: list[Entry], position: int) -> None:
+        entry = entries[position]
+        line_start = self.document.line_starts[self.document.place(entry.key_start).line - 1]
+        if self.text[line_start : entry.key_start].strip(" \ufeff"):  # `- key: value`: the next entry takes its place
+            self._replace(entry.key_start, entries[position + 1].key_start, "")
+            return
+        start, end = entry.key_start - len(self.text[line_start : entry.key_start].lstrip("\ufeff")), self._line_end(entry.value.end)
+        after = re.compile(r"\r\n|\r|\n").match(self.text, end)
+        if after is not None:
+            end = after.end()
+        elif start > 0:  # the last line, without a newline: take the one before
+            start -= 2 if self.text[start - 2 : start] == "\r\n" else 1
+        self._replace(start, end, "")
