@@ -1,0 +1,103 @@
+"""Which attention kernel CUDA takes: scaled_dot_product_attention's choice, by dtype, mask, head size, dropout and capability.
+
+Mirrors ATen/native/transformers/cuda/sdp_utils.cpp (the constraints, in its order of preference) and transformers/attention.cpp (what
+is done with the mask before the kernel).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Attention:
+    """The override of aten::scaled_dot_product_attention for one capability."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        if self.flash(query, key, value, attn_mask, dropout_p):
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if not grouped and self.efficient(query, key, value, attn_mask):
+            return _efficient(query, key, value, _additive(attn_mask, query), dropout_p, is_causal, scale)
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, _additive(attn_mask, query), dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def flash(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float) -> bool:
+        width = query.shape[-1]
+        if mask is not None or query.dim() != 4 or query.dtype not in _HALF or self.capability < (8, 0):
+            return False
+        if not (width == key.shape[-1] == value.shape[-1]) or width > 256 or any(t.stride(-1) != 1 for t in (query, key, value)):
+            return False
+        trained = any(t.requires_grad for t in (query, key, value))
+        # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
+        narrow = self.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
+        return not (trained and narrow and (width > 224 or (width > 192 and dropout_p > 0)))
+
+    def efficient(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+        if query.dim() != 4 or self.capability < (5, 0) or (query.dtype == torch.bfloat16 and self.capability < (8, 0)):
+            return False
+        if query.dtype not in (*_HALF, torch.float32) or not query.shape[-2] or not key.shape[-2]:
+            return False
+        if query.shape[-3] != key.shape[-3] or any(t.stride(-1) != 1 for t in (query, key, value)):
+            return False
+        # check_head_dim_size_mem_efficient with minimum_gemm_alignment
+        if self.capability >= (8, 0):
+            alignment = 8 if query.dtype in _HALF else 4
+        else:
+            alignment = 8 if query.dtype in _HALF and self.capability >= (7, 0) else 1
+        return query.shape[-1] == key.shape[-1] and query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> torch.Tensor:
+    """pad_last_dim<8>: heads are padded to a multiple of 8, with the scale of the true width."""
+    width = query.shape[-1]
+    if width % 8:
+        scale = scale if scale is not None else 1 / math.sqrt(width)
+        query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """convert_boolean_attn_mask of attention.cpp."""
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.where(mask, torch.scalar_tensor(0.0, dtype=query.dtype), torch.scalar_tensor(float("-inf"), dtype=query.dtype))
+
+
+def _efficient(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """preprocess_mask of attention.cpp: a bias whose rows are not a multiple of 8 is copied into a padded one."""
+    needs_gradient = any(t is not None and t.requires_grad for t in (query, key, value, mask))
+    if mask is not None:
+        length = mask.shape[-1]
+        if length % 8 and mask.dim() > 1:
+            mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]

@@ -1,0 +1,116 @@
+"""CUDA's autocast lists on the CPU's autocast key: what runs in half precision, what in float32.
+
+Mirrors ATen/autocast_mode.h. The lower-precision list of the CPU is kept where both agree; what only the CPU lists becomes a plain call,
+what only CUDA lists is added. Which operations CUDA lists at all is asked of the dispatcher itself, so a new version's additions are seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch.utils._pytree import tree_map_only
+
+_HALF = (torch.float16, torch.bfloat16)
+_AUTOCAST = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
+
+# AT_FORALL_FP32
+_FLOAT32 = frozenset(
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
+    "layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss "
+    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
+    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
+    "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
+    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
+    "_upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim".split()
+)
+# AT_FORALL_FP32_SET_OPT_DTYPE
+_FLOAT32_RESULT = frozenset("prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList".split())  # fmt: skip
+# AT_FORALL_PROMOTE
+_PROMOTE = frozenset("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split())
+_LEFT_ALONE = frozenset({"binary_cross_entropy"})  # refused on CUDA, as it should be
+
+
+def _overload(name: str) -> Any:
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default")
+
+
+def _outside_autocast(op: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*args, **kwargs)
+
+    return call
+
+
+def _in_float32(op: Any) -> Any:
+    def up(x: torch.Tensor) -> torch.Tensor:
+        return x.float() if x.dtype in _HALF else x
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*tree_map_only(torch.Tensor, up, args), **tree_map_only(torch.Tensor, up, kwargs))
+
+    return call
+
+
+def _with_float32_result(op: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            if args[0].dtype in _HALF and kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
+                kwargs["dtype"] = torch.float32
+            return op(*args, **kwargs)
+
+    return call
+
+
+def _in_lower_precision(op: Any) -> Any:
+    def down(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.get_autocast_dtype("cpu")) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*tree_map_only(torch.Tensor, down, args), **tree_map_only(torch.Tensor, down, kwargs))
+
+    return call
+
+
+def _in_widest(op: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        widest = torch.get_autocast_dtype("cpu")
+
+        def see(x: torch.Tensor) -> torch.Tensor:
+            nonlocal widest
+            if x.dtype == torch.float32:
+                widest = torch.float32
+            return x
+
+        tree_map_only(torch.Tensor, see, args)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return op(*tree_map_only(torch.Tensor, lambda x: x.to(widest) if x.is_floating_point() else x, args), **kwargs)
+
+    return call
+
+
+def install_cuda_lists(library: Any) -> None:
+    """Overrides the CPU's autocast entries for as long as `library` lives."""
+    on_cuda = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA") if name.startswith("aten::")}
+    on_cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if name.startswith("aten::")}
+    for name in sorted((on_cuda | on_cpu) - _LEFT_ALONE):
+        rule = _rule(name, on_cuda, on_cpu)
+        if rule is not None:
+            library.impl(name, rule(_overload(name)), "AutocastCPU", allow_override=True)
+
+
+def _rule(name: str, on_cuda: set[str], on_cpu: set[str]) -> Any:
+    if name not in on_cuda:
+        return _outside_autocast
+    if name in _FLOAT32:
+        return _in_float32
+    if name in _FLOAT32_RESULT:
+        return _with_float32_result
+    if name in _PROMOTE:
+        return _in_widest
+    return None if name in on_cpu else _in_lower_precision

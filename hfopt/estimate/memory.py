@@ -1,0 +1,231 @@
+"""Memory of a training step for any batch size, from one pair of traces.
+
+`MemoryCurve` holds the affine timeline. `peak(batch)` replays it through the simulated allocator, exactly. `peaks(batches)` prices
+thousands of batch sizes at once: allocated memory is the upper envelope of affine functions (one per event, few of them on the hull), reserved
+memory is allocated × the ratio replayed at a few anchors, interpolated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hfopt.errors import TraceError
+from hfopt.estimate.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
+from hfopt.estimate.context import context_bytes
+from hfopt.estimate.timeline import FREED, Timeline, combine
+from hfopt.schema import Breakdown, MemoryPeak, OpCost, StepSettings, Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TRACED_BATCHES = (2, 3)  # not 1: a dimension of size one is laid out in its own way
+_ANCHORS = 7
+_LARGEST_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_event: int
+    fits: bool = True
+
+
+@dataclass(slots=True)
+class MemoryCurve:
+    """Peak memory as a function of the batch size."""
+
+    timeline: Timeline
+    context_bytes: int
+    _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
+    _envelope: tuple[Any, Any] | None = None
+
+    # ------------------------------------------------------------------------------------------ one batch size
+
+    def peak(self, batch: int, expandable_segments: bool = False, *, options: AllocatorOptions | None = None) -> MemoryPeak:
+        replay = self.replay(batch, options or AllocatorOptions(expandable_segments=expandable_segments))
+        return MemoryPeak(
+            batch=batch,
+            allocated_bytes=replay.allocated_bytes,
+            reserved_bytes=replay.reserved_bytes,
+            context_bytes=self.context_bytes,
+            breakdown=self._breakdown(batch, replay),
+            moment=self._moment(replay.peak_event),
+        )
+
+    def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
+        """The exact replay; with a capacity, cached segments are given back when it is reached, as the real allocator does."""
+        if batch < 1:
+            raise TraceError(f"a batch size of {batch} cannot be estimated", hint="the smallest batch size is 1")
+        key = (batch, options, capacity_bytes)
+        if key not in self._replays:
+            self._replays[key] = _replay(self.timeline, batch, CachingAllocator(options, capacity_bytes=capacity_bytes))
+        return self._replays[key]
+
+    def fits(self, batch: int, budget_bytes: int, options: AllocatorOptions | None = None) -> bool:
+        """Does it run in `budget_bytes` of device memory, the context included?"""
+        room = budget_bytes - self.context_bytes
+        return room > 0 and self.replay(batch, options, capacity_bytes=room).fits
+
+    def largest_batch(self, budget_bytes: int, options: AllocatorOptions | None = None) -> int | None:
+        """The largest batch size that fits, found by bisection over exact replays; None when not even 1 does."""
+        if not self.fits(1, budget_bytes, options):
+            return None
+        low, high = 1, 2
+        while high <= _LARGEST_BATCH and self.fits(high, budget_bytes, options):
+            low, high = high, high * 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.fits(middle, budget_bytes, options):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    # ------------------------------------------------------------------------------------------ many batch sizes
+
+    def peaks(self, batches: Sequence[int], expandable_segments: bool = False) -> tuple[MemoryPeak, ...]:
+        """Vectorised: allocated from the envelope, reserved interpolated between replayed anchors. No breakdown."""
+        import numpy as np
+
+        if not len(batches):
+            return ()
+        sizes = np.asarray(batches, dtype=np.int64)
+        allocated = self._enveloped(sizes)
+        options = AllocatorOptions(expandable_segments=expandable_segments)
+        anchors = sorted({int(round(b)) for b in np.geomspace(max(1, sizes.min()), sizes.max(), _ANCHORS)})
+        replays = [self.replay(anchor, options) for anchor in anchors]
+        base = self._enveloped(np.array(anchors, dtype=np.int64))
+        log = np.log(sizes)
+        up = np.interp(log, np.log(anchors), [replay.allocated_bytes / b for replay, b in zip(replays, base, strict=True)])
+        over = np.interp(log, np.log(anchors), [replay.reserved_bytes / b for replay, b in zip(replays, base, strict=True)])
+        return tuple(
+            MemoryPeak(batch=int(b), allocated_bytes=int(a * u), reserved_bytes=int(a * o), context_bytes=self.context_bytes)
+            for b, a, u, o in zip(sizes.tolist(), allocated.tolist(), up.tolist(), over.tolist(), strict=True)
+        )
+
+    def _enveloped(self, batches: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        import numpy as np
+
+        if self._envelope is None:
+            self._envelope = _upper_envelope(*_running_lines(self.timeline))
+        constants, slopes = self._envelope
+        peak: np.ndarray[Any, Any] = np.max(constants[:, None] + slopes[:, None] * batches[None, :], axis=0)
+        return peak
+
+    # ------------------------------------------------------------------------------------------ explanations
+
+    def _moment(self, event: int) -> str:
+        place = self.timeline.places[int(self.timeline.place_of[event])]
+        parts = [place.phase, place.module or "the whole model", place.op]
+        return ", ".join(part for part in parts if part)
+
+    def _breakdown(self, batch: int, replay: Replay) -> Breakdown:
+        """Requested bytes of what is live at the peak, by kind; rounding and unused cache are the fragmentation, so that all adds up."""
+        from hfopt.estimate.breakdown import live_bytes
+
+        live = live_bytes(self.timeline, batch, replay.peak_event)
+        return Breakdown(
+            weights_bytes=live["weights"],
+            gradients_bytes=live["gradients"],
+            optimizer_bytes=live["optimizer"],
+            activations_bytes=live["activations"],
+            logits_bytes=live["logits"],
+            temporaries_bytes=live["temporaries"],
+            fragmentation_bytes=replay.reserved_bytes - sum(live.values()),
+            context_bytes=self.context_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What one trace pair says: memory for every batch size, the kernels of a step, how long it took and what to know about it."""
+
+    curve: MemoryCurve
+    ops: tuple[OpCost, ...]
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def estimate(workload: Workload, settings: StepSettings) -> Estimate:
+    """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
+    from hfopt.estimate.inner_temporaries import Kernels
+    from hfopt.estimate.op_groups import cost_function, grouped
+    from hfopt.estimate.preparation import prepared
+    from hfopt.estimate.session import Tracer
+    from hfopt.estimate.trainer_step import trainer_script
+
+    began = time.perf_counter()
+    notes = list(workload.notes)
+    if settings.torch_compile:
+        notes.append("torch.compile is not traced: the figures are those of the eager step")
+    tracer = Tracer(prepared(workload, settings), workload.make_batch, Kernels(capability=settings.capability), cost=cost_function())
+    script = trainer_script(settings, workload.compute_loss)
+    traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
+    timeline = combine(*traces)
+    if timeline.inexact:
+        notes.append(f"{timeline.inexact} of {len(timeline)} sizes are no straight line over the batch size and were rounded")
+    return Estimate(
+        curve=MemoryCurve(timeline, context_bytes(settings.capability)),
+        ops=grouped(traces[0], traces[1]),
+        seconds=time.perf_counter() - began,
+        notes=tuple(notes),
+    )
+
+
+def _replay(timeline: Timeline, batch: int, allocator: CachingAllocator) -> Replay:
+    allocate, free = allocator.allocate, allocator.free
+    peak = peak_event = 0
+    for event, (block, size) in enumerate(zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True)):
+        if size == FREED:
+            free(block)
+        elif size > 0:
+            try:
+                allocate(block, size)
+            except OutOfMemory:
+                return Replay(allocator.peak_allocated, allocator.peak_reserved, event, fits=False)
+            if allocator.allocated > peak:
+                peak, peak_event = allocator.allocated, event
+    return Replay(allocator.peak_allocated, allocator.peak_reserved, peak_event)
+
+
+def _running_lines(timeline: Timeline) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Live bytes after each event as lines over the batch, rounding left out (the anchors put it back)."""
+    import numpy as np
+
+    constants, slopes = timeline.constants.copy(), timeline.slopes.copy()
+    for index, formula in timeline.formulas.items():
+        low, high = formula.bytes(8), formula.bytes(64)
+        slopes[index] = (high - low) / 56
+        constants[index] = low - slopes[index] * 8
+    taken: dict[int, int] = {}
+    for event, (block, freed) in enumerate(zip(timeline.blocks.tolist(), timeline.is_free.tolist(), strict=True)):
+        if freed:
+            birth = taken[block]
+            constants[event], slopes[event] = -constants[birth], -slopes[birth]
+        else:
+            taken[block] = event
+    return np.cumsum(constants), np.cumsum(slopes)
+
+
+def _upper_envelope(constants: np.ndarray[Any, Any], slopes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The lines that are highest somewhere for batch > 0: the upper hull, by increasing slope."""
+    import numpy as np
+
+    order = np.lexsort((constants, slopes))
+    hull: list[int] = []
+    for index in order.tolist():
+        while hull and (slopes[hull[-1]] == slopes[index] or constants[hull[-1]] <= constants[index]):
+            hull.pop()  # same slope and lower, or lower everywhere that counts
+        while len(hull) > 1 and _crosses_before(constants, slopes, hull[-2], hull[-1], index):
+            hull.pop()
+        hull.append(index)
+    return constants[hull], slopes[hull]
+
+
+def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool:
+    """Does line c pass a before b does? Then b is never highest."""
+    return bool((constants[a] - constants[c]) * (slopes[b] - slopes[a]) <= (constants[a] - constants[b]) * (slopes[c] - slopes[a]))

@@ -1,0 +1,34 @@
+"""The model as the Trainer prepares it: attention implementation, checkpointing and training mode put in when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hfopt.errors import TraceError
+from hfopt.schema import StepSettings, Workload
+
+
+def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
+    """A build function for the tracer."""
+
+    def build() -> Any:
+        model = workload.build_model()
+        if settings.attn_implementation is not None and hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation(settings.attn_implementation)
+        _set_checkpointing(model, settings)
+        return model.train()
+
+    return build
+
+
+def _set_checkpointing(model: Any, settings: StepSettings) -> None:
+    checkpointing = settings.checkpointing
+    if not checkpointing.on:
+        return
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise TraceError(f"{type(model).__name__} does not support gradient checkpointing", hint="leave gradient_checkpointing off for this model")
+    kwargs: dict[str, Any] = {"use_reentrant": checkpointing.use_reentrant}
+    if checkpointing.every_n_layers > 1:
+        kwargs["every_n_layers"] = checkpointing.every_n_layers
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)

@@ -1,0 +1,162 @@
+"""One model on fake tensors, ready to be stepped: builds it without weights, moves it as `.to("cuda")` would, records what a script does.
+
+A script is a callable that runs steps on the session; `trainer_step` holds the Trainer's, a benchmark may bring its own loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hfopt.errors import TraceError
+from hfopt.estimate.cuda_rules import cuda_rules
+from hfopt.estimate.inner_temporaries import Kernels
+from hfopt.estimate.modules import ModuleNames
+from hfopt.estimate.trace import CostFunction, Recorder, Trace
+from hfopt.estimate.values import Values, attach
+
+Script = Callable[["Session"], None]
+
+
+class Session:
+    """What a script works with: the fake model, a way to make batches, the recorder with its phases."""
+
+    def __init__(self, model: Any, batch: Callable[[], dict[str, Any]], recorder: Recorder) -> None:
+        self.model = model
+        self.recorder = recorder
+        self._batch = batch
+
+    def to_device(self, category: Any = "inputs") -> dict[str, Any]:
+        """A fresh batch, taken onto the device tensor by tensor as `send_to_device` does."""
+        batch = self._batch()
+        for tensor in batch.values():
+            if isinstance(tensor, torch.Tensor):
+                self.recorder.take(tensor, category, "to_device")
+        return batch
+
+    @contextlib.contextmanager
+    def phase(self, name: Any) -> Iterator[None]:
+        before, self.recorder.phase = self.recorder.phase, name
+        try:
+            yield
+        finally:
+            self.recorder.phase = before
+
+
+class Tracer:
+    """Builds the model once and records scripts on it at several batch sizes."""
+
+    def __init__(self, build_model: Callable[[], Any], make_batch: Callable[[int], dict[str, Any]], kernels: Kernels, *, cost: CostFunction | None = None) -> None:
+        self._make_batch = make_batch
+        self._kernels = kernels
+        self._cost = cost
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._values = Values(self._fake_mode)
+        with self._fake_mode, Recorder(Trace(0), self._values, kernels) as recorder, _swaps_allowed():
+            recorder.recording = False
+            self.model = build_model()
+            self._in_place_use_count = _probe_use_count(kernels, self._values)
+
+    def record(self, script: Script, batch_size: int) -> Trace:
+        trace = Trace(batch_size)
+        recorder = Recorder(trace, self._values, self._kernels, cost=self._cost, in_place_use_count=self._in_place_use_count)
+        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model's own warnings were shown when it was built
+            torch.manual_seed(0)
+            real = self._make_batch(batch_size)
+            with self._fake_mode, cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
+                self._load(recorder)
+                session = Session(self.model, lambda: self._fake_batch(real), recorder)
+                try:
+                    script(session)
+                except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+                    raise _explained(error, recorder) from error
+                finally:
+                    recorder.recording = False
+                    self.model.zero_grad(set_to_none=True)
+        return trace
+
+    def _fake_batch(self, real: dict[str, Any]) -> dict[str, Any]:
+        batch = {}
+        for name, value in real.items():
+            if isinstance(value, torch.Tensor):
+                fake = self._fake_mode.from_tensor(value.clone())
+                attach(fake, value)
+                value = fake
+            batch[name] = value
+        return batch
+
+    def _load(self, recorder: Recorder) -> None:
+        """nn.Module._apply: children first, then a module's own parameters, then its buffers."""
+
+        def move(module: Any) -> None:
+            for child in module.children():
+                move(child)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    recorder.take(tensor, "weights", "to_device")
+
+        move(self.model)
+
+
+def _explained(error: BaseException, recorder: Recorder) -> TraceError:
+    """The operation that failed and the user's line it was called from."""
+    import traceback
+
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename and "/hfopt/" not in frame.filename]
+    line = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+    op = recorder.last_operation.name() if recorder.last_operation is not None else "the first operation"
+    return TraceError(
+        f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        hint="an operation whose result decides a shape or a branch needs real data; measure this model with a dry run instead",
+    )
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _swaps_allowed() -> Iterator[None]:
+    """nn.Module._apply swaps fake parameters and fails when `.to()` had nothing to do or a weak reference is held; then there is nothing to swap."""
+    original = torch.utils.swap_tensors
+
+    def swap(one: torch.Tensor, two: torch.Tensor) -> None:
+        if one.dtype != two.dtype or one.device != two.device:
+            original(one, two)
+
+    torch.utils.swap_tensors = swap
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = original
+
+
+def _probe_use_count(kernels: Kernels, values: Values) -> int:
+    """How many references an unshared gradient shows inside a dispatch mode, read off a graph where the sum is known to be unshared."""
+    seen: list[int] = []
+
+    class Probe(Recorder):
+        def _accumulates_in_place(self, args: Any) -> bool:
+            seen.append(args[0]._use_count())
+            return False
+
+    with Probe(Trace(0), values, kernels):
+        weight = torch.nn.Parameter(torch.zeros(4, 4))
+        x = torch.zeros(2, 4)
+        ((x @ weight) @ weight).sum().backward()
+    return min(seen)

@@ -1,0 +1,238 @@
+"""Records what a step allocates: one dispatch mode over fake tensors, every storage's birth and death in the order CUDA would see them.
+
+The step runs on fake CPU tensors (shapes only, no data). Each operation's outputs become blocks when their storage is first seen; a
+weak reference on the storage tells when it is freed. What a CUDA kernel takes besides its outputs, and in which order, comes from
+`inner_temporaries`. Values that steer the model (`mask.all()`) come from `values`.
+
+Known limits: garbage collection is off while recording, so reference cycles in the model free their tensors late; tensors that a real
+run keeps on the host are recognised only when they are 0-dimensional and made from Python numbers or `torch.rand`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hfopt.estimate.inner_temporaries import Formula, Kernels
+from hfopt.estimate.values import Values
+
+Phase = Literal["load", "forward", "backward", "optimizer"]
+Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "inputs", "temporaries"]
+
+FREED = -1
+_HOST = -1
+
+_DEVICE = torch.ops.prim.device.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add.Tensor
+_HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What ran when a block was taken."""
+
+    phase: Phase
+    module: str
+    op: str
+
+
+@dataclass(slots=True)
+class Trace:
+    """One recorded run: events in order, each (block, bytes or FREED, index into places)."""
+
+    batch: int
+    events: list[tuple[int, int, int]] = field(default_factory=list)
+    formulas: dict[int, Formula] = field(default_factory=dict)  # by event: sizes that are no affine function of the batch
+    places: list[Where] = field(default_factory=list)
+    categories: dict[int, Category] = field(default_factory=dict)  # by block
+    costs: list[Any] = field(default_factory=list)  # what the cost function returned, with its phase, in order
+    marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
+
+
+CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Records into `trace` while entered. `cost` is asked for each operation while `costing` is on."""
+
+    def __init__(
+        self, trace: Trace, values: Values, kernels: Kernels, *, cost: CostFunction | None = None, in_place_use_count: int | None = None
+    ) -> None:
+        super().__init__()
+        self.trace = trace
+        self.phase: Phase = "load"
+        self.module = ""
+        self.costing = False
+        self.recording = True
+        self.module_of_node: Callable[[Any], str] | None = None
+        self._values = values
+        self._kernels = kernels
+        self._cost = cost
+        self._in_place_use_count = in_place_use_count
+        self._blocks: dict[int, int] = {}  # storage -> block
+        self._owner: dict[int, int] = {}  # block -> storage
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._next = 0
+        self._place_of: dict[tuple[str, str, Any], int] = {}
+        self.last_operation: Any = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper costs more than the recording
+
+    # ------------------------------------------------------------------------------------------ blocks
+
+    def allocate(self, size: int, op: Any = "") -> int:
+        block = self._next
+        self._next += 1
+        self.trace.events.append((block, size, self._place(op)))
+        return block
+
+    def release(self, block: int) -> None:
+        self.trace.events.append((block, FREED, 0))
+
+    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "") -> None:
+        """The tensor's storage becomes a block now, unless it is one already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return
+        size = storage.nbytes()
+        if not size:
+            return
+        self._watch(storage, key, self.allocate(size, op))
+        if category:
+            self.trace.categories[self._blocks[key]] = category
+
+    def leave_on_host(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._watch(storage, storage._cdata, _HOST)
+
+    def _watch(self, storage: Any, key: int, block: int) -> None:
+        self._blocks[key] = block
+        if block != _HOST:
+            self._owner[block] = key
+        self._references[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+
+    def _gone(self, key: int) -> None:
+        block = self._blocks.pop(key)
+        del self._references[key]
+        if block != _HOST and self._owner[block] == key:
+            self.release(block)
+            del self._owner[block]
+
+    def _place(self, op: Any) -> int:
+        module = self.module
+        if self.phase == "backward" and self.module_of_node is not None and not module:
+            node = torch._C._current_autograd_node()
+            module = self.module_of_node(node) if node is not None else ""
+        key = (self.phase, module, op)
+        index = self._place_of.get(key)
+        if index is None:
+            index = self._place_of[key] = len(self.trace.places)
+            self.trace.places.append(Where(self.phase, module, op if isinstance(op, str) else op.name()))
+        return index
+
+    # ------------------------------------------------------------------------------------------ categories
+
+    def classify(self, tensors: Iterable[Any], category: Category) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                block = self._blocks.get(tensor.untyped_storage()._cdata, _HOST)
+                if block != _HOST:
+                    self.trace.categories[block] = category
+
+    def classify_live(self, since_block: int, category: Category) -> None:
+        """Every block taken since and still alive, unless it is classified already."""
+        for block in self._owner:
+            if block >= since_block:
+                self.trace.categories.setdefault(block, category)
+
+    @property
+    def next_block(self) -> int:
+        return self._next
+
+    def mark(self, name: str) -> None:
+        self.trace.marks[name] = len(self.trace.events)
+
+    # ------------------------------------------------------------------------------------------ dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
+        kwargs = kwargs or {}
+        self.last_operation = func
+        if func is _ITEM:
+            return self._values.read(args[0])
+        known = self._values.known_output(func, args, kwargs)
+        if known is not None:
+            out = known
+        else:
+            out = func(*args, **kwargs)
+            self._values.propagate(func, args, kwargs, out)
+        if self.recording:
+            if func is _ADD and self._accumulates_in_place(args):
+                self._hand_over(args[0], out)
+            else:
+                self._take_outputs(func, args, kwargs, out)
+            if self.costing and self._cost is not None:
+                self.trace.costs.append((self.phase, self._cost(func, args, kwargs, out)))
+        return out
+
+    def _take_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func in _HOST_FACTORIES and isinstance(out, torch.Tensor) and out.dim() == 0:
+            self.leave_on_host(out)
+            return
+        steps = self._kernels.order(func, args, kwargs, out)
+        if steps is None:
+            if isinstance(out, torch.Tensor):
+                self.take(out, op=func)
+            elif isinstance(out, (tuple, list)):
+                for leaf in out:
+                    if isinstance(leaf, torch.Tensor):
+                        self.take(leaf, op=func)
+            return
+        inner = []
+        for step in steps:
+            if isinstance(step, torch.Tensor):
+                self.take(step, op=func)
+            elif isinstance(step, Formula):
+                self.trace.formulas[len(self.trace.events)] = step
+                inner.append(self.allocate(step.bytes(), func))
+            else:  # an index: free that temporary early
+                self.release(inner[step])
+                inner[step] = -1
+        for block in inner:
+            if block >= 0:
+                self.release(block)
+
+    # ------------------------------------------------------------------------------------------ gradients of shared tensors
+
+    def _accumulates_in_place(self, args: Any) -> bool:
+        """torch/csrc/autograd/input_buffer.cpp adds into the buffered gradient when nobody else holds it, but never for fake tensors."""
+        if self.phase != "backward" or self._in_place_use_count is None or torch._C._current_autograd_node() is None:
+            return False
+        old = args[0]
+        if not isinstance(old, torch.Tensor) or not isinstance(args[1], torch.Tensor) or old.shape != args[1].shape or old.dtype != args[1].dtype:
+            return False
+        storage = old.untyped_storage()
+        return (
+            storage._cdata in self._blocks
+            and old._use_count() <= self._in_place_use_count
+            and torch._C._storage_Use_Count(storage._cdata) <= 2
+            and old.numel() * old.element_size() == storage.nbytes()
+        )
+
+    def _hand_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The new storage takes over the old one's block."""
+        block = self._blocks[old.untyped_storage()._cdata]
+        storage = new.untyped_storage()
+        if block != _HOST:
+            self._watch(storage, storage._cdata, block)

@@ -1,0 +1,152 @@
+"""The Trainer's own optimizer step as a script for the tracer: what transformers' `_run_epoch` and `training_step` do, in their order.
+
+Two optimizer steps are run, because the first has no optimizer state yet. With accumulation, each step runs two micro-batches: the
+first starts without gradients, the second with them, and all further ones are like the second. All the window's batches are on the
+device at once, as `get_batch_samples` fetches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfopt.estimate.optimizers import make_optimizer
+from hfopt.estimate.session import Session
+from hfopt.schema import StepSettings
+
+_AUTOCAST_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def trainer_script(settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2) -> Callable[[Session], None]:
+    def script(session: Session) -> None:
+        _TrainerLoop(session, settings, compute_loss).run(steps)
+
+    return script
+
+
+class _TrainerLoop:
+    def __init__(self, session: Session, settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None) -> None:
+        self.session, self.settings, self._compute_loss = session, settings, compute_loss
+        self.model = session.model
+        self.autocast_dtype = _AUTOCAST_DTYPE.get(settings.precision)
+        self.scaler = torch.amp.GradScaler("cpu") if settings.precision == "fp16" else None
+        self.accepts_loss_kwargs = _accepts_loss_kwargs(self.model)
+        self.smoother = _label_smoother(settings)
+
+    def run(self, steps: int) -> None:
+        recorder = self.session.recorder
+        total_loss = torch.zeros(())
+        optimizer = make_optimizer(self.model, self.settings.optim, self.settings.optim_args)
+        for step in range(steps):
+            last = step == steps - 1
+            recorder.mark(f"step_{step}")
+            window = [self.session.to_device() for _ in range(self.settings.accumulation)]
+            items = self._count_items(window)
+            recorder.costing = last
+            for micro, inputs in enumerate(window[:2]):
+                recorder.costing = last and micro == 0
+                loss = self._training_step(inputs, items)
+                torch.isnan(loss)
+                torch.isinf(loss)
+                total_loss += loss
+            recorder.costing = last
+            with self.session.phase("optimizer"):
+                norm = self._optimizer_step(optimizer)  # noqa: F841 - the Trainer holds it until the next step
+            self.model.zero_grad()
+        recorder.costing = False
+
+    def _count_items(self, window: list[dict[str, Any]]) -> Any:
+        if not self.accepts_loss_kwargs or any(not isinstance(batch.get("labels"), torch.Tensor) for batch in window):
+            return None
+        return sum(batch["labels"].ne(-100).sum() for batch in window)
+
+    def _training_step(self, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        recorder = self.session.recorder
+        first_block = recorder.next_block
+        with self.session.phase("forward"):
+            loss = self.compute_loss(inputs, items)
+            if items is None or not self.accepts_loss_kwargs:
+                loss = loss / self.settings.accumulation
+            loss = loss / 1
+            scaled = self.scaler.scale(loss) if self.scaler else loss
+        recorder.classify_live(first_block, "activations")
+        with self.session.phase("backward"):
+            scaled.backward()
+        recorder.classify((p.grad for p in self.model.parameters()), "gradients")
+        return loss.detach()
+
+    def compute_loss(self, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        inputs = dict(inputs)
+        if self._compute_loss is not None:
+            with self._autocast():
+                return self._compute_loss(self.model, inputs)
+        labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
+        if self.accepts_loss_kwargs and items is not None:
+            inputs["num_items_in_batch"] = items
+        with self._autocast():
+            outputs = self.model(**inputs)
+        outputs = self._in_float32(outputs)
+        self._classify_logits(outputs)
+        if labels is not None:
+            return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), num_items_in_batch=items)
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+    def _autocast(self) -> Any:
+        if self.autocast_dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast_dtype)
+
+    def _in_float32(self, outputs: Any) -> Any:
+        """accelerate's convert_outputs_to_fp32 around the model's forward."""
+        if self.autocast_dtype is None:
+            return outputs
+        from accelerate.utils import convert_to_fp32
+
+        return convert_to_fp32(outputs)
+
+    def _classify_logits(self, outputs: Any) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, dict) else None
+        self.session.recorder.classify([logits], "logits")
+
+    def _optimizer_step(self, optimizer: Any) -> torch.Tensor:
+        recorder = self.session.recorder
+        first_block = recorder.next_block
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+        limit = self.settings.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit if limit > 0 else float("inf"), foreach=True)
+        if self.scaler is not None:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        else:
+            optimizer.step()
+        recorder.classify_live(first_block, "optimizer")
+        return norm
+
+
+def _accepts_loss_kwargs(model: Any) -> bool:
+    """Trainer.model_accepts_loss_kwargs: the forward of the model (of the base model under peft) takes **kwargs."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    declared = getattr(base, "accepts_loss_kwargs", None)
+    if declared is not None:
+        return bool(declared)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
+
+
+def _label_smoother(settings: StepSettings) -> Any:
+    if not settings.label_smoothing:
+        return None
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    return LabelSmoother(epsilon=settings.label_smoothing)
+
+
+def _shifts_labels(model: Any) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

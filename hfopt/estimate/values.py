@@ -1,0 +1,140 @@
+"""True values for small integer and boolean fake tensors, because values steer memory.
+
+transformers asks `mask.all()` to choose an attention kernel, skips layers on `torch.rand([]) < layerdrop` and sizes drop-path rates with
+`linspace(...).tolist()`. A fake tensor has no data, so each small integer or boolean tensor, and each tiny float one, carries a
+real twin, computed beside the fake operation. Random scalars answer just below 1: a layer that could be skipped is not, which is
+the step with the highest memory and the one a long run meets. What is not known reads as False, 0 or 1.0, the last because code divides by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+INTEGER_LIMIT = 1 << 22  # elements; a mask of 2048 × 2048 still fits
+FLOAT_LIMIT = 1 << 10
+_TWIN = "_hfopt_twin"
+_ALMOST_ONE = 1.0 - 2.0**-24
+
+aten = torch.ops.aten
+_RANDOM_UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform_.default)
+_RANDOM = (aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default, aten.native_dropout.default, aten.randn_like.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default, aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.Tensor, aten.bernoulli.p, aten.multinomial.default, aten.exponential_.default)  # fmt: skip
+_DYNAMIC = (aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor, aten.bincount.default)  # fmt: skip
+_BOOLEAN_INDEX = (aten.index.Tensor,)
+
+
+def twin(tensor: Any) -> torch.Tensor | None:
+    """The real value of a fake tensor, or None; a real tensor is its own."""
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor, _TWIN, None)
+    return tensor if isinstance(tensor, torch.Tensor) else None
+
+
+def attach(fake: torch.Tensor, real: torch.Tensor | None) -> None:
+    if real is not None and _small(fake):
+        setattr(fake, _TWIN, real)
+    elif hasattr(fake, _TWIN):
+        delattr(fake, _TWIN)
+
+
+def _small(tensor: torch.Tensor) -> bool:
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (FLOAT_LIMIT if floating else INTEGER_LIMIT)
+
+
+class Values:
+    """Keeps the twins of one trace in step with the fake tensors."""
+
+    def __init__(self, fake_mode: Any) -> None:
+        self._fake_mode = fake_mode
+        self._followed = False  # the last operation also ran on the twins
+
+    def read(self, tensor: torch.Tensor) -> Any:
+        real = twin(tensor)
+        if real is not None:
+            with _disable_current_modes():
+                return real.item()
+        if tensor.dtype == torch.bool:
+            return False
+        return 1.0 if tensor.is_floating_point() else 0
+
+    def known_output(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The output of an operation whose shape depends on values, when the values are known."""
+        if func in _DYNAMIC or (func in _BOOLEAN_INDEX and _indexed_by_mask(args)):
+            real = self._run_on_twins(func, args, kwargs, demand=True)
+            if real is None:
+                return None
+            return tree_map_only(torch.Tensor, self._faked, real)
+        return None
+
+    def _faked(self, real: torch.Tensor) -> torch.Tensor:
+        fake = self._fake_mode.from_tensor(real)
+        attach(fake, real)
+        return fake
+
+    def propagate(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Gives the outputs their twins, or takes stale ones away after an in-place write."""
+        first = out[0] if isinstance(out, (tuple, list)) and out else out
+        if first is None or isinstance(first, (tuple, list)):
+            self._follow_lists(func, args, kwargs)
+            return
+        if not isinstance(first, FakeTensor) or not _small(first):
+            return
+        if func in _RANDOM_UNIFORM:
+            if first.numel() == 1:
+                with _disable_current_modes():
+                    attach(first, torch.full(tuple(first.shape), _ALMOST_ONE, dtype=first.dtype))
+            return
+        if func in _RANDOM:
+            attach(first, None)
+            return
+        real = self._run_on_twins(func, args, kwargs, demand=False)
+        if isinstance(out, (tuple, list)):
+            reals = real if isinstance(real, (tuple, list)) else [None] * len(out)
+            for fake, value in zip(out, reals, strict=True):
+                if isinstance(fake, FakeTensor):
+                    attach(fake, value)
+        elif real is not None or hasattr(first, _TWIN):
+            attach(first, real)
+
+    def _follow_lists(self, func: Any, args: Any, kwargs: Any) -> None:
+        """An in-place operation on a list (`_foreach_add_`): the twins follow if all are known, and are dropped otherwise."""
+        changed = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+        if any(twin(tensor) is not None for tensor in changed) and self._run_on_twins(func, args, kwargs, demand=False) is None:
+            for tensor in changed:
+                if isinstance(tensor, FakeTensor) and not self._followed:
+                    attach(tensor, None)
+
+    def _run_on_twins(self, func: Any, args: Any, kwargs: Any, *, demand: bool) -> Any:
+        """The same operation on the twins, or None when one of them is missing."""
+        missing = self._followed = False
+
+        def host(value: torch.Tensor) -> torch.Tensor:
+            nonlocal missing
+            real = twin(value)
+            if real is None or (not demand and not _small(real)):
+                missing = True
+                return value
+            return real
+
+        real_args = tree_map_only(torch.Tensor, host, args) if args else args
+        if missing:
+            return None
+        real_kwargs = tree_map_only(torch.Tensor, host, kwargs) if kwargs else kwargs
+        if missing:
+            return None
+        with _disable_current_modes():
+            try:
+                out = func(*real_args, **real_kwargs)
+                self._followed = True
+                return out
+            except (RuntimeError, NotImplementedError, IndexError, TypeError):
+                return None  # not computable on the host: the value stays unknown
+
+
+def _indexed_by_mask(args: Any) -> bool:
+    return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1] if index is not None)
