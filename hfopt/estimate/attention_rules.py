@@ -64,10 +64,13 @@ class Attention:
             alignment = 8 if query.dtype in _HALF else 4
         else:
             alignment = 8 if query.dtype in _HALF and self.capability >= (7, 0) else 1
-        return query.shape[-1] == key.shape[-1] and query.shape[-1] % alignment == 0 and value.shape[-1] % alignment == 0
+        widths = (query.shape[-1], value.shape[-1])
+        return bool(query.shape[-1] == key.shape[-1]) and all(width % alignment == 0 for width in widths)
 
 
-def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None) -> torch.Tensor:
+def _flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
     """pad_last_dim<8>: heads are padded to a multiple of 8, with the scale of the true width."""
     width = query.shape[-1]
     if width % 8:

@@ -15,20 +15,28 @@ from torch.utils._pytree import tree_map_only
 _HALF = (torch.float16, torch.bfloat16)
 _AUTOCAST = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
 
-# AT_FORALL_FP32
-_FLOAT32 = frozenset(
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus "
-    "layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss "
-    "cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm "
-    "logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d "
-    "_upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d "
-    "_upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim".split()
-)
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# AT_FORALL_FP32, with norm from AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE
+_FLOAT32 = _names("""
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
+    softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity
+    poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss
+    margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d _upsample_nearest_exact1d
+    upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
+    _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
+""")
 # AT_FORALL_FP32_SET_OPT_DTYPE
-_FLOAT32_RESULT = frozenset("prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList".split())  # fmt: skip
+_FLOAT32_RESULT = _names("""
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord
+    sum sum.dim_IntList
+""")
 # AT_FORALL_PROMOTE
-_PROMOTE = frozenset("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add".split())
+_PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
 _LEFT_ALONE = frozenset({"binary_cross_entropy"})  # refused on CUDA, as it should be
 
 
@@ -96,8 +104,16 @@ def _in_widest(op: Any) -> Any:
 
 def install_cuda_lists(library: Any) -> None:
     """Overrides the CPU's autocast entries for as long as `library` lives."""
-    on_cuda = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA") if name.startswith("aten::")}
-    on_cpu = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if name.startswith("aten::")}
+    on_cuda = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        if name.startswith("aten::")
+    }
+    on_cpu = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU")
+        if name.startswith("aten::")
+    }
     for name in sorted((on_cuda | on_cpu) - _LEFT_ALONE):
         rule = _rule(name, on_cuda, on_cpu)
         if rule is not None:

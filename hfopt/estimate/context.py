@@ -26,11 +26,8 @@ def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None =
     """The context's size; CUDA 11.7 and later load kernels lazily (CUDA_MODULE_LOADING), which PyTorch uses from CUDA 11.8 on."""
     capability = capability or (8, 0)
     eager = cuda_version is not None and _version(cuda_version) < (11, 7)
-    best = _CONTEXT_MIB[0]
-    for entry in _CONTEXT_MIB:
-        if entry[0] <= capability:
-            best = entry
-    return best[2 if eager else 1] * MIB
+    _, lazy_mib, eager_mib = next((entry for entry in reversed(_CONTEXT_MIB) if entry[0] <= capability), _CONTEXT_MIB[0])
+    return (eager_mib if eager else lazy_mib) * MIB
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """ATen/native/Dropout.cpp, is_fused_kernel_acceptable: CUDA keeps a boolean mask."""
-    return aten.native_dropout(x, p, True)[0] if train and 0 < p < 1 and x.numel() else x.clone() if train and p == 0 and False else x
+    return aten.native_dropout(x, p, True)[0] if train and 0 < p < 1 and x.numel() else x
 
 
 def _softmax(op: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,7 +28,7 @@ class Formula:
         return FORMULAS[self.name](*self.dims)
 
 
-Step = torch.Tensor | Formula
+Step: TypeAlias = torch.Tensor | Formula
 
 
 def _round_up(value: int, multiple: int) -> int:

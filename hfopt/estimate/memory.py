@@ -1,8 +1,8 @@
 """Memory of a training step for any batch size, from one pair of traces.
 
 `MemoryCurve` holds the affine timeline. `peak(batch)` replays it through the simulated allocator, exactly. `peaks(batches)` prices
-thousands of batch sizes at once: allocated memory is the upper envelope of affine functions (one per event, few of them on the hull), reserved
-memory is allocated × the ratio replayed at a few anchors, interpolated.
+thousands of batch sizes at once: allocated memory is the upper envelope of affine functions (one per event, few of them on the hull),
+reserved memory is allocated × the ratio replayed at a few anchors, interpolated.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class MemoryCurve:
         sizes = np.asarray(batches, dtype=np.int64)
         allocated = self._enveloped(sizes)
         options = AllocatorOptions(expandable_segments=expandable_segments)
-        anchors = sorted({int(round(b)) for b in np.geomspace(max(1, sizes.min()), sizes.max(), _ANCHORS)})
+        anchors = sorted({round(b) for b in np.geomspace(max(1, sizes.min()), sizes.max(), _ANCHORS).tolist()})
         replays = [self.replay(anchor, options) for anchor in anchors]
         base = self._enveloped(np.array(anchors, dtype=np.int64))
         log = np.log(sizes)
@@ -153,7 +153,8 @@ class Estimate:
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
     from hfopt.estimate.inner_temporaries import Kernels
-    from hfopt.estimate.op_groups import cost_function, grouped
+    from hfopt.estimate.op_costs import cost
+    from hfopt.estimate.op_groups import grouped
     from hfopt.estimate.preparation import prepared
     from hfopt.estimate.session import Tracer
     from hfopt.estimate.trainer_step import trainer_script
@@ -162,7 +163,7 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     notes = list(workload.notes)
     if settings.torch_compile:
         notes.append("torch.compile is not traced: the figures are those of the eager step")
-    tracer = Tracer(prepared(workload, settings), workload.make_batch, Kernels(capability=settings.capability), cost=cost_function())
+    tracer = Tracer(prepared(workload, settings), workload.make_batch, Kernels(capability=settings.capability), cost=cost)
     script = trainer_script(settings, workload.compute_loss)
     traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
     timeline = combine(*traces)

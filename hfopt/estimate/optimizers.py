@@ -43,7 +43,9 @@ def make_optimizer(model: Any, optim: str, optim_args: str | None = None) -> Any
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=5e-5, scale_parameter=False, relative_step=False)
-    raise TraceError(f"optim {optim!r} is not traced", hint=f"known here: {', '.join(sorted((*_FOREACH, 'adamw_torch_fused', 'adafactor')))}")
+    raise TraceError(
+        f"optim {optim!r} is not traced", hint=f"known here: {', '.join(sorted((*_FOREACH, 'adamw_torch_fused', 'adafactor')))}"
+    )
 
 
 def _options(optim_args: str | None) -> dict[str, Any]:

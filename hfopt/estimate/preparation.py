@@ -27,7 +27,9 @@ def _set_checkpointing(model: Any, settings: StepSettings) -> None:
     if not checkpointing.on:
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise TraceError(f"{type(model).__name__} does not support gradient checkpointing", hint="leave gradient_checkpointing off for this model")
+        raise TraceError(
+            f"{type(model).__name__} does not support gradient checkpointing", hint="leave gradient_checkpointing off for this model"
+        )
     kwargs: dict[str, Any] = {"use_reentrant": checkpointing.use_reentrant}
     if checkpointing.every_n_layers > 1:
         kwargs["every_n_layers"] = checkpointing.every_n_layers

@@ -52,7 +52,14 @@ class Session:
 class Tracer:
     """Builds the model once and records scripts on it at several batch sizes."""
 
-    def __init__(self, build_model: Callable[[], Any], make_batch: Callable[[int], dict[str, Any]], kernels: Kernels, *, cost: CostFunction | None = None) -> None:
+    def __init__(
+        self,
+        build_model: Callable[[], Any],
+        make_batch: Callable[[int], dict[str, Any]],
+        kernels: Kernels,
+        *,
+        cost: CostFunction | None = None,
+    ) -> None:
         self._make_batch = make_batch
         self._kernels = kernels
         self._cost = cost
@@ -109,11 +116,14 @@ def _explained(error: BaseException, recorder: Recorder) -> TraceError:
     """The operation that failed and the user's line it was called from."""
     import traceback
 
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename and "/hfopt/" not in frame.filename]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename and "/hfopt/" not in frame.filename
+    ]
     line = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     op = recorder.last_operation.name() if recorder.last_operation is not None else "the first operation"
+    what = str(error).splitlines()[0] if str(error) else type(error).__name__
     return TraceError(
-        f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+        f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {what}",
         hint="an operation whose result decides a shape or a branch needs real data; measure this model with a dry run instead",
     )
 
@@ -132,7 +142,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _swaps_allowed() -> Iterator[None]:
-    """nn.Module._apply swaps fake parameters and fails when `.to()` had nothing to do or a weak reference is held; then there is nothing to swap."""
+    """nn.Module._apply swaps fake parameters, and fails where `.to()` had nothing to do: then there is nothing to swap."""
     original = torch.utils.swap_tensors
 
     def swap(one: torch.Tensor, two: torch.Tensor) -> None:

@@ -108,12 +108,14 @@ def _require_same_shape(first: Trace, second: Trace) -> None:
     for index, (a, b) in enumerate(pairs):
         if a[0] != b[0] or (a[1] == FREED) != (b[1] == FREED):
             place = first.places[a[2]]
-            raise TraceError(
-                f"the model does different things at batch {first.batch} and {second.batch}: first at {place.op} in {place.module or 'the model'} (event {index})",
-                hint="its control flow depends on the batch size or on the data, so one trace cannot speak for all batch sizes",
-            )
+            where = f"{place.op} in {place.module or 'the model'}"
+            raise _differs(first, second, f"first at {where} (event {index})")
     if len(first.events) != len(second.events):
-        raise TraceError(
-            f"the model does different things at batch {first.batch} and {second.batch}: {len(first.events)} against {len(second.events)} allocations",
-            hint="its control flow depends on the batch size or on the data, so one trace cannot speak for all batch sizes",
-        )
+        raise _differs(first, second, f"{len(first.events)} against {len(second.events)} events")
+
+
+def _differs(first: Trace, second: Trace, how: str) -> TraceError:
+    return TraceError(
+        f"the model does different things at batch {first.batch} and {second.batch}: {how}",
+        hint="its control flow depends on the batch size or on the data, so one trace cannot speak for all batch sizes",
+    )

@@ -10,6 +10,7 @@ run keeps on the host are recognised only when they are 0-dimensional and made f
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -51,14 +52,14 @@ class Trace:
     formulas: dict[int, Formula] = field(default_factory=dict)  # by event: sizes that are no affine function of the batch
     places: list[Where] = field(default_factory=list)
     categories: dict[int, Category] = field(default_factory=dict)  # by block
-    costs: list[Any] = field(default_factory=list)  # what the cost function returned, with its phase, in order
+    costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
     marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
 
 
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records into `trace` while entered. `cost` is asked for each operation while `costing` is on."""
 
     def __init__(
@@ -119,9 +120,9 @@ class Recorder(TorchDispatchMode):
         self._blocks[key] = block
         if block != _HOST:
             self._owner[block] = key
-        self._references[key] = weakref.ref(storage, lambda _, key=key: self._gone(key))
+        self._references[key] = weakref.ref(storage, functools.partial(self._gone, key))
 
-    def _gone(self, key: int) -> None:
+    def _gone(self, key: int, _: object) -> None:
         block = self._blocks.pop(key)
         del self._references[key]
         if block != _HOST and self._owner[block] == key:
@@ -183,7 +184,9 @@ class Recorder(TorchDispatchMode):
             else:
                 self._take_outputs(func, args, kwargs, out)
             if self.costing and self._cost is not None:
-                self.trace.costs.append((self.phase, self._cost(func, args, kwargs, out)))
+                priced = self._cost(func, args, kwargs, out)
+                if priced is not None:
+                    self.trace.costs.append((self.phase, func._overloadpacket.__name__, priced))
         return out
 
     def _take_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -203,15 +206,11 @@ class Recorder(TorchDispatchMode):
         for step in steps:
             if isinstance(step, torch.Tensor):
                 self.take(step, op=func)
-            elif isinstance(step, Formula):
+            else:
                 self.trace.formulas[len(self.trace.events)] = step
                 inner.append(self.allocate(step.bytes(), func))
-            else:  # an index: free that temporary early
-                self.release(inner[step])
-                inner[step] = -1
         for block in inner:
-            if block >= 0:
-                self.release(block)
+            self.release(block)
 
     # ------------------------------------------------------------------------------------------ gradients of shared tensors
 
@@ -220,7 +219,12 @@ class Recorder(TorchDispatchMode):
         if self.phase != "backward" or self._in_place_use_count is None or torch._C._current_autograd_node() is None:
             return False
         old = args[0]
-        if not isinstance(old, torch.Tensor) or not isinstance(args[1], torch.Tensor) or old.shape != args[1].shape or old.dtype != args[1].dtype:
+        if (
+            not isinstance(old, torch.Tensor)
+            or not isinstance(args[1], torch.Tensor)
+            or old.shape != args[1].shape
+            or old.dtype != args[1].dtype
+        ):
             return False
         storage = old.untyped_storage()
         return (

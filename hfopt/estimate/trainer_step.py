@@ -21,7 +21,9 @@ from hfopt.schema import StepSettings
 _AUTOCAST_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def trainer_script(settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2) -> Callable[[Session], None]:
+def trainer_script(
+    settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2
+) -> Callable[[Session], None]:
     def script(session: Session) -> None:
         _TrainerLoop(session, settings, compute_loss).run(steps)
 
@@ -39,6 +41,7 @@ class _TrainerLoop:
 
     def run(self, steps: int) -> None:
         recorder = self.session.recorder
+        recorder.phase = "forward"
         total_loss = torch.zeros(())
         optimizer = make_optimizer(self.model, self.settings.optim, self.settings.optim_args)
         for step in range(steps):

@@ -3,7 +3,7 @@
 transformers asks `mask.all()` to choose an attention kernel, skips layers on `torch.rand([]) < layerdrop` and sizes drop-path rates with
 `linspace(...).tolist()`. A fake tensor has no data, so each small integer or boolean tensor, and each tiny float one, carries a
 real twin, computed beside the fake operation. Random scalars answer just below 1: a layer that could be skipped is not, which is
-the step with the highest memory and the one a long run meets. What is not known reads as False, 0 or 1.0, the last because code divides by it.
+the step with the highest memory and the one a long run meets. What is not known reads as False, 0 or 1.0 (code divides by it).
 """
 
 from __future__ import annotations
@@ -21,9 +21,19 @@ _TWIN = "_hfopt_twin"
 _ALMOST_ONE = 1.0 - 2.0**-24
 
 aten = torch.ops.aten
-_RANDOM_UNIFORM = (aten.rand.default, aten.rand_like.default, aten.uniform_.default)
-_RANDOM = (aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default, aten.bernoulli.default, aten.bernoulli_.float, aten.normal_.default, aten.native_dropout.default, aten.randn_like.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default, aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.Tensor, aten.bernoulli.p, aten.multinomial.default, aten.exponential_.default)  # fmt: skip
-_DYNAMIC = (aten.nonzero.default, aten.masked_select.default, aten.unique_dim.default, aten._unique2.default, aten.unique_consecutive.default, aten.repeat_interleave.Tensor, aten.bincount.default)  # fmt: skip
+
+
+def _overloads(names: str) -> frozenset[Any]:
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    return frozenset(getattr(packet, overload) for packet in packets for overload in packet.overloads())
+
+
+_RANDOM_UNIFORM = _overloads("rand rand_like uniform_")
+_RANDOM = _overloads(
+    "randn randn_like randint randint_like randperm random_ normal normal_ bernoulli bernoulli_ multinomial exponential_ native_dropout "
+    "empty empty_like empty_strided new_empty"
+)
+_DYNAMIC = _overloads("nonzero masked_select unique_dim _unique2 unique_consecutive repeat_interleave bincount")
 _BOOLEAN_INDEX = (aten.index.Tensor,)
 
 
@@ -43,7 +53,7 @@ def attach(fake: torch.Tensor, real: torch.Tensor | None) -> None:
 
 def _small(tensor: torch.Tensor) -> bool:
     floating = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.numel() <= (FLOAT_LIMIT if floating else INTEGER_LIMIT)
+    return int(tensor.numel()) <= (FLOAT_LIMIT if floating else INTEGER_LIMIT)
 
 
 class Values:
@@ -122,8 +132,6 @@ class Values:
             return real
 
         real_args = tree_map_only(torch.Tensor, host, args) if args else args
-        if missing:
-            return None
         real_kwargs = tree_map_only(torch.Tensor, host, kwargs) if kwargs else kwargs
         if missing:
             return None

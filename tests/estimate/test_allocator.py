@@ -1,0 +1,76 @@
+"""The simulated allocator against what CUDACachingAllocator.cpp says it does."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.estimate.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
+from hfopt.units import MIB
+
+
+def test_small_requests_share_a_two_mib_segment() -> None:
+    allocator = CachingAllocator()
+    for number in range(4):
+        allocator.allocate(number, 100)
+    assert (allocator.allocated, allocator.reserved) == (4 * 512, 2 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "segment"), [(MIB + 1, 20 * MIB), (9 * MIB, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 5, 12 * MIB)]
+)
+def test_large_requests_take_a_segment_by_their_size(request_bytes: int, segment: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(0, request_bytes)
+    assert allocator.reserved == segment
+
+
+def test_a_large_block_keeps_a_remainder_of_up_to_one_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(0, 20 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 19 * MIB)  # 1 MiB left: not split
+    assert allocator.allocated == 20 * MIB
+    allocator.free(1)
+    allocator.allocate(2, 19 * MIB - 512)  # more than 1 MiB left: split
+    assert allocator.allocated == 19 * MIB - 512
+
+
+def test_freed_neighbours_merge_and_serve_a_larger_request() -> None:
+    allocator = CachingAllocator()
+    for number in range(2):
+        allocator.allocate(number, 8 * MIB)
+    assert allocator.reserved == 20 * MIB
+    allocator.free(0)
+    allocator.free(1)
+    allocator.allocate(2, 20 * MIB)
+    assert allocator.reserved == 20 * MIB
+
+
+def test_cached_segments_are_given_back_before_running_out() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator.allocate(0, 60 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 80 * MIB)  # only fits once the cached 60 MiB are returned
+    assert (allocator.reserved, allocator.peak_reserved) == (80 * MIB, 80 * MIB)
+    with pytest.raises(OutOfMemory):
+        allocator.allocate(2, 30 * MIB)
+
+
+def test_expandable_segments_reuse_what_plain_segments_cannot() -> None:
+    plain, expandable = CachingAllocator(), CachingAllocator(AllocatorOptions(expandable_segments=True))
+    for allocator in (plain, expandable):
+        for number in range(4):
+            allocator.allocate(number, 30 * MIB)
+        for number in range(4):
+            allocator.free(number)
+        allocator.allocate(9, 110 * MIB)
+    assert plain.reserved == 230 * MIB
+    assert expandable.reserved == 120 * MIB
+
+
+def test_a_split_limit_keeps_large_blocks_whole() -> None:
+    allocator = CachingAllocator(AllocatorOptions(max_split_bytes=64 * MIB))
+    allocator.allocate(0, 100 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 40 * MIB)
+    assert allocator.reserved == 140 * MIB

@@ -1,0 +1,85 @@
+"""The curve: exact where it is replayed, cheap where it is vectorised, and a breakdown that adds up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from hfopt.errors import TraceError
+from hfopt.estimate.memory import Estimate, estimate
+from hfopt.schema import Checkpointing, StepSettings, Workload
+
+Make = Callable[..., Workload]
+
+
+@pytest.fixture
+def traced(tiny_gpt2: Make) -> Estimate:
+    return estimate(tiny_gpt2(), StepSettings())
+
+
+def test_the_breakdown_adds_up_to_the_device_peak_exactly(traced: Estimate) -> None:
+    peak = traced.curve.peak(16)
+    assert peak.breakdown is not None
+    assert peak.breakdown.total_bytes == peak.device_bytes
+    assert min(getattr(peak.breakdown, name) for name in peak.breakdown.__dataclass_fields__) >= 0
+
+
+def test_weights_gradients_and_adam_are_four_times_the_parameters(traced: Estimate, tiny_gpt2: Make) -> None:
+    model = tiny_gpt2().build_model()
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    breakdown = traced.curve.peak(1).breakdown
+    assert breakdown is not None
+    assert breakdown.weights_bytes == pytest.approx(weights, rel=0.01)
+    assert breakdown.optimizer_bytes == pytest.approx(2 * weights, rel=0.01)
+
+
+def test_vectorised_peaks_agree_with_the_replay(traced: Estimate) -> None:
+    batches = [1, 3, 7, 20, 55, 100]
+    for fast, batch in zip(traced.curve.peaks(batches), batches, strict=True):
+        exact = traced.curve.peak(batch)
+        assert fast.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.02)
+        assert fast.reserved_bytes == pytest.approx(exact.reserved_bytes, rel=0.1)
+
+
+def test_ten_thousand_batch_sizes_in_under_a_second(traced: Estimate) -> None:
+    began = time.perf_counter()
+    peaks = traced.curve.peaks(range(1, 10_001))
+    assert time.perf_counter() - began < 1
+    assert all(a.allocated_bytes <= b.allocated_bytes for a, b in pairwise(peaks))
+
+
+def test_the_largest_batch_fits_and_the_next_does_not(traced: Estimate) -> None:
+    budget = traced.curve.peak(10).device_bytes + (200 << 20)
+    largest = traced.curve.largest_batch(budget)
+    assert largest is not None
+    assert traced.curve.fits(largest, budget)
+    assert not traced.curve.fits(largest + 1, budget)
+    assert traced.curve.largest_batch(traced.curve.context_bytes) is None
+
+
+def test_checkpointing_trades_activations(tiny_gpt2: Make, traced: Estimate) -> None:
+    workload = tiny_gpt2(n_layer=4)
+    plain = estimate(workload, StepSettings()).curve.peak(64)
+    saved = estimate(workload, StepSettings(checkpointing=Checkpointing(every_n_layers=1))).curve.peak(64)
+    assert saved.allocated_bytes < plain.allocated_bytes
+
+
+def test_the_moment_of_the_peak_names_phase_module_and_operation(traced: Estimate) -> None:
+    moment = traced.curve.peak(64).moment
+    assert moment is not None
+    assert moment.split(",")[0] in ("forward", "backward", "optimizer")
+    assert "aten::" in moment
+
+
+def test_batch_zero_is_refused(traced: Estimate) -> None:
+    with pytest.raises(TraceError, match="batch size of 0"):
+        traced.curve.peak(0)
+
+
+def test_kernels_are_priced_in_all_three_phases(traced: Estimate) -> None:
+    assert {op.phase for op in traced.ops} == {"forward", "backward", "optimizer"}
+    matmuls = [op for op in traced.ops if op.kind == "matmul" and op.phase == "forward"]
+    assert sum(op.count * op.flops_slope for op in matmuls) > 0
