@@ -152,7 +152,7 @@ class Gpu:
     pcie_bytes_per_s: float | None = None
     nvlink_bytes_per_s: float | None = None  # total, one direction
     uuid: str | None = None
-    index: int | None = None
+    index: int | None = None  # the driver's, as nvidia-smi shows it; CUDA's is the place in Hardware.gpus
     mig: bool = False
     catalog_name: str | None = None  # None: not in the catalog, planned by memory only
     source: str | None = None
@@ -501,6 +501,7 @@ class GpuReading:
     own_used_bytes: int | None = None  # this process tree's share
     power_w: float | None = None
     power_limit_w: float | None = None
+    energy_j: float | None = None  # since the driver was loaded
     temperature_c: float | None = None
     sm_clock_mhz: float | None = None
     max_sm_clock_mhz: float | None = None

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from nvml_standin import NvmlStandin, compile_standin
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -36,6 +37,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why_not))
         if item.get_closest_marker("gpu") and not _has_real_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a real NVIDIA card"))
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compile_standin(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml_standin(nvml_library: Path, tmp_path: Path) -> NvmlStandin:
+    """A pretended NVIDIA driver without cards; see tests/support/nvml_standin.py."""
+    return NvmlStandin(nvml_library, tmp_path)
 
 
 _skipped_but_required: list[str] = []

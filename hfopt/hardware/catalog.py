@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -26,6 +26,10 @@ else:
 
 PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """One direction, after 8b/10b (1, 2), 128b/130b (3 to 5) or FLIT (6) coding: PCI Express Base Specification 6.0."""
+
+
+class UnknownCardError(HardwareError):
+    """No card of that name; the hint has the nearest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +83,17 @@ def identify(product_name: str, memory_bytes: int) -> Gpu | None:
     """The card NVML names so. Variants under one product name are told apart by their memory; None: not in the catalog."""
     key = plain(product_name)
     found = [entry.gpu for entry in entries() if key in map(plain, entry.names)]
-    return min(found, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes), default=None)
+    return min(found, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), gpu.peak_flops["fp32"]), default=None)
+
+
+def reckon(gpu: Gpu, *, cores: int | None, clock_mhz: float | None) -> Gpu:
+    """A card that is not in the catalog, with SMs and peaks reckoned from its cores and clock at its architecture's lowest known rates."""
+    kin = [one for one in table()["architectures"].values() if tuple(one["capability"]) == gpu.capability]
+    if not kin or not cores or not clock_mhz:
+        return gpu
+    rates = {precision: min(one["flops_per_sm_clock"][precision] for one in kin) for precision in kin[0]["flops_per_sm_clock"]}
+    sms = cores * 2 // rates["fp32"]
+    return replace(gpu, sms=sms, peak_flops={precision: sms * rate * clock_mhz * 1e6 for precision, rate in rates.items()})
 
 
 def nearest(name: str, count: int = 5) -> tuple[str, ...]:
@@ -122,9 +136,9 @@ def _about_equal(left: int, right: int) -> bool:
     return abs(left - right) <= 0.1 * right
 
 
-def _unknown(name: str) -> HardwareError:
+def _unknown(name: str) -> UnknownCardError:
     hint = f"nearest: {', '.join(nearest(name))}; `hfopt gpus` lists all cards"
-    return HardwareError(f"no card called '{name}' in the catalog", hint=hint)
+    return UnknownCardError(f"no card called '{name}' in the catalog", hint=hint)
 
 
 def _listed(gpus: Iterable[Gpu], limit: int = 10) -> str:

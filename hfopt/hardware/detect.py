@@ -1,22 +1,40 @@
-"""What there is to train on: the cards the driver shows this process, or a card named by the user, and the host.
+"""What there is to train on: the cards CUDA would show this process, or a card named by the user, and the host.
 
 detect() imports neither torch nor any CUDA library: NVML says what is there, the catalog what it can do.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hfopt.errors import HardwareError
-from hfopt.hardware import catalog
+from hfopt.hardware import catalog, nvml
 from hfopt.hardware.host import host
+from hfopt.hardware.vendors import amd_gpus, apple_gpus
+from hfopt.hardware.visible import Listed, visible
 from hfopt.schema import Gpu, Hardware
 from hfopt.units import format_bytes
 
 
 def detect() -> Hardware:
     """The cards this process may use and the host; no cards means that the CPU is the device."""
-    return Hardware(gpus=(), host=host(), notes=("no GPU was found: the CPU is the device",))
+    session = nvml.connect()
+    if isinstance(session, nvml.Unreachable):
+        return _without_nvidia(session)
+    try:
+        gpus, notes = _nvidia_gpus(session, os.environ)
+        driver_version, cuda_version = session.driver_version, session.cuda_version
+    finally:
+        session.close()
+    return Hardware(
+        gpus=gpus,
+        host=host(),
+        driver_version=driver_version,
+        cuda_version=cuda_version,
+        notes=(*notes, *_remarks(gpus)),
+    )
 
 
 def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hardware:
@@ -28,8 +46,8 @@ def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hard
         return Hardware(gpus=(), host=host(), hypothetical=True)
     try:
         match = catalog.lookup(name, memory_bytes=memory_bytes)
-    except HardwareError as error:
-        if memory_bytes is None or "several" in str(error):
+    except catalog.UnknownCardError as error:
+        if memory_bytes is None:
             raise
         note = f"'{name}' is not in the catalog: planned by memory only, without speed ({error.hint})"
         match = catalog.Match(gpu=Gpu(name=name, memory_bytes=memory_bytes), note=note)
@@ -38,3 +56,122 @@ def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hard
         notes.append(f"{gpu.name} has {format_bytes(gpu.memory_bytes)}; planned with {format_bytes(memory_bytes)} as asked")
         gpu = replace(gpu, memory_bytes=memory_bytes, usable_bytes=None)
     return Hardware(gpus=(gpu,) * count, host=host(), notes=tuple(notes), hypothetical=True)
+
+
+def _without_nvidia(why: nvml.Unreachable) -> Hardware:
+    gpus = amd_gpus() or apple_gpus()
+    notes = [*_remarks(gpus)]
+    if not gpus:
+        notes.append("no GPU was found: the CPU is the device")
+    if why.kind not in ("no_library", "no_binding") or (why.kind == "no_binding" and not gpus):
+        notes.append(f"NVML does not answer: {why.reason}")
+    return Hardware(gpus=gpus, host=host(), notes=tuple(notes))
+
+
+def _nvidia_gpus(session: nvml.Session, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], list[str]]:
+    """The visible cards in CUDA's order, and what is to be said about the others."""
+    notes: list[str] = []
+    found: dict[str, Gpu] = {}
+    listed: list[Listed] = []
+    for device in session.devices():
+        for part in (device, *device.instances()):
+            gpu = _gpu(part)
+            if gpu is None:
+                continue
+            found[part.uuid] = gpu
+            speed = gpu.peak_flops.get("fp32", 0.0)
+            listed.append(Listed(uuid=part.uuid, speed=speed, mig=part.parent is not None, split=device.mig_enabled and part is device))
+    if missing := session.count - sum(not one.mig for one in listed):
+        notes.append(f"{missing} of the driver's {session.count} cards do not answer (fallen off the bus?) and are left out")
+    shown = visible(listed, environment)
+    hidden = [one.uuid for one in listed if one not in shown and not one.split]
+    if hidden and (wanted := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        notes.append(f"CUDA_VISIBLE_DEVICES={wanted!r} hides {len(hidden)} of {len(hidden) + len(shown)} devices")
+    elif hidden:
+        notes.append(f"CUDA shows a process one MIG instance or the whole cards: {len(hidden)} devices are out of reach")
+    if not shown:
+        notes.append("no GPU is visible to this process: the CPU is the device")
+    return tuple(found[one.uuid] for one in shown), notes
+
+
+def _gpu(device: nvml.Device) -> Gpu | None:
+    """What the driver says, completed from the catalog; the driver's word comes first."""
+    memory, name = device.memory() or _shared_memory(device), device.name
+    if memory is None or name is None:
+        return None
+    chip = device.parent or device
+    chip_memory = chip.memory() or memory
+    known = catalog.identify(chip.name or name, chip_memory.total_bytes)
+    gpu = Gpu(
+        name=name,
+        memory_bytes=memory.total_bytes,
+        usable_bytes=memory.total_bytes - memory.reserved_bytes if memory.reserved_bytes is not None else None,
+        free_bytes=memory.free_bytes,
+        capability=device.capability,
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+        power_limit_w=device.power_limit_w,
+        pcie_bytes_per_s=_pcie_bytes_per_s(chip),
+        uuid=device.uuid,
+        index=device.index,
+    )
+    if known is None:
+        return catalog.reckon(gpu, cores=device.cores, clock_mhz=device.max_sm_clock_mhz)
+    gpu = replace(
+        gpu,
+        capability=gpu.capability or known.capability,
+        sms=known.sms,
+        bandwidth_bytes_per_s=known.bandwidth_bytes_per_s,
+        peak_flops=known.peak_flops,
+        power_limit_w=gpu.power_limit_w or known.power_limit_w,
+        pcie_bytes_per_s=gpu.pcie_bytes_per_s or known.pcie_bytes_per_s,
+        nvlink_bytes_per_s=known.nvlink_bytes_per_s if chip.active_nvlinks else None,
+        catalog_name=known.name,
+        source=known.source,
+    )
+    return gpu if device.parent is None else _instance(gpu, device, known)
+
+
+def _shared_memory(device: nvml.Device) -> nvml.Memory | None:
+    """Jetson and other boards whose GPU shares the RAM answer to their name but report no memory of their own."""
+    if device.name is None or device.capability is None:
+        return None
+    ram = host()
+    return nvml.Memory(
+        total_bytes=ram.ram_bytes, free_bytes=ram.ram_free_bytes, used_bytes=ram.ram_bytes - ram.ram_free_bytes, reserved_bytes=None
+    )
+
+
+def _instance(gpu: Gpu, device: nvml.Device, known: Gpu) -> Gpu:
+    """A MIG instance: its share of the SMs for the peaks, its share of the memory for the bandwidth."""
+    sms, sms_of_card = device.instance_sms, known.sms or 1
+    share = (sms or sms_of_card) / sms_of_card
+    return replace(
+        gpu,
+        mig=True,
+        sms=sms,
+        peak_flops={precision: peak * share for precision, peak in known.peak_flops.items()},
+        bandwidth_bytes_per_s=(known.bandwidth_bytes_per_s or 0.0) * min(1.0, gpu.memory_bytes / known.memory_bytes) or None,
+        nvlink_bytes_per_s=None,
+    )
+
+
+def _pcie_bytes_per_s(device: nvml.Device) -> float | None:
+    if device.pcie is None:
+        return None
+    generation, lanes = device.pcie
+    per_lane = catalog.PCIE_BYTES_PER_S_PER_LANE.get(generation)
+    return per_lane * lanes if per_lane else None
+
+
+def _remarks(gpus: tuple[Gpu, ...]) -> Iterator[str]:
+    """What a plan for these cards must say."""
+    for gpu in {gpu.name: gpu for gpu in gpus}.values():
+        if gpu.vendor != "nvidia":
+            yield f"{gpu.name} is planned by memory only: hfopt has no speed figures for {gpu.vendor.capitalize()} devices"
+        elif gpu.catalog_name is None:
+            reckoned = "its speed is reckoned from cores and clocks" if gpu.peak_flops else "it is planned by memory only"
+            yield f"{gpu.name} is not in the catalog: {reckoned}"
+    if len({(gpu.name, gpu.memory_bytes) for gpu in gpus}) > 1:
+        smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+        listed = ", ".join(f"{gpu.name} {format_bytes(gpu.memory_bytes)}" for gpu in gpus)
+        yield f"the {len(gpus)} GPUs differ ({listed}): the smallest memory rules, that of {smallest.name}"
