@@ -208,10 +208,13 @@ class BatchShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The model and its batches, ready to be built anywhere (under a fake-tensor mode, on the meta device, for real).
+    """The model and its batches, ready to be built anywhere.
 
-    `build_model()` returns a fresh nn.Module in training mode with adapters, frozen parts and dtypes in place. `make_batch(n)` returns a
-    dict of tensors on the CPU for n samples. `compute_loss(model, batch)` is the Trainer's, or None for `model(**batch).loss`.
+    `build_model()` returns a fresh nn.Module in training mode with adapters, frozen parts and dtypes in place, in the form the calling
+    context asks for: inside a FakeTensorMode fake CPU tensors (no weight is ever allocated; other dispatch modes are set aside then and
+    see nothing), inside `torch.device("meta")` meta tensors, else real ones with the model's own initialisation. `make_batch(n)` returns a
+    dict of CPU tensors for n samples; values of masks and labels matter, so a tracer makes it outside its fake mode, or keeps them.
+    `compute_loss(model, batch)` is the Trainer's, or None for `model(**batch).loss`.
     """
 
     name: str

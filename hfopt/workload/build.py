@@ -78,6 +78,8 @@ def _replace_tensors(model: nn.Module, convert: Callable[[torch.Tensor], torch.T
                 if id(tensor) not in converted:
                     converted[id(tensor)] = _converted(tensor, convert), tensor
                 registry[name] = converted[id(tensor)][0]
+        if isinstance(module, nn.RNNBase):  # it keeps a list of its own
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
 def _converted(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

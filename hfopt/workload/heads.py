@@ -47,6 +47,7 @@ class Head:
     task: Task
     class_name: str
     note: str | None = None  # said when the head was assumed
+    model_class: Any = None  # the class itself, when it is not one of transformers'
 
 
 def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:

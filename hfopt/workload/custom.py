@@ -1,0 +1,116 @@
+"""A model that no config.json describes: `path/to/file.py:factory` or `package.module:factory`, imported only when trusted.
+
+The factory takes no arguments and returns an nn.Module. Beside it in the same module stand `make_batch(samples)`, which returns the dict of
+tensors one batch is, and, unless `model(**batch)` returns a loss itself, `compute_loss(model, batch)`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import BatchShape, ModelSpec, Workload
+from hfopt.workload.adapters import add_lora, freeze
+from hfopt.workload.build import build_here, skeleton
+from hfopt.workload.losses import why_batch_dependent
+
+_REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
+
+
+def is_reference(name: str) -> bool:
+    return _REFERENCE.match(name) is not None
+
+
+def from_reference(spec: ModelSpec) -> Workload:
+    """The workload of a model made by the user's own code."""
+    assert spec.name is not None
+    match = _REFERENCE.match(spec.name)
+    assert match is not None
+    if not spec.trust_remote_code:
+        raise WorkloadError(
+            f"{spec.name} is code, which is not run unasked", hint="set trust_remote_code: true in the YAML, or give --trust-remote-code"
+        )
+    module = _import(match["module"])
+    factory = _callable(module, match["name"], spec.name)
+    make_batch = _callable(module, "make_batch", spec.name)
+    recipe = _CustomRecipe(spec=spec, factory=factory)
+    model = skeleton(recipe.assemble)
+    return Workload(
+        name=spec.name,
+        model_class=type(model).__name__,
+        task="custom",
+        build_model=recipe,
+        make_batch=_Checked(make=make_batch, name=spec.name),
+        shape=BatchShape(kind="custom"),
+        compute_loss=getattr(module, "compute_loss", None),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
+        batch_dependent_loss=why_batch_dependent(model, "custom", frozenset()),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _CustomRecipe:
+    spec: ModelSpec
+    factory: Callable[[], Any]
+
+    def __call__(self) -> nn.Module:
+        return build_here(self.assemble)
+
+    def assemble(self) -> nn.Module:
+        model = self.factory()
+        if not isinstance(model, nn.Module):
+            raise WorkloadError(f"{self.spec.name} returned a {type(model).__name__}, not an nn.Module")
+        freeze(model, self.spec.frozen)
+        return add_lora(model, self.spec.lora, "custom") if self.spec.lora is not None else model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Checked:
+    """The user's make_batch with our rules: at least one sample, a dict."""
+
+    make: Callable[[int], Any]
+    name: str
+
+    def __call__(self, samples: int) -> dict[str, Any]:
+        if samples < 1:
+            raise WorkloadError(f"a batch of {samples} samples cannot be made", hint="the smallest batch size is 1")
+        batch = self.make(samples)
+        if not isinstance(batch, dict):
+            raise WorkloadError(f"make_batch beside {self.name} returned a {type(batch).__name__}, not a dict of tensors")
+        return batch
+
+
+def _import(reference: str) -> ModuleType:
+    try:
+        if not reference.endswith(".py"):
+            return importlib.import_module(reference)
+        path = Path(reference).expanduser().resolve()
+        spec = importlib.util.spec_from_file_location(f"hfopt_user_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+    except (ImportError, OSError, SyntaxError, NameError, AttributeError) as error:
+        raise WorkloadError(f"{reference} cannot be imported: {error}") from error
+
+
+def _callable(module: ModuleType, name: str, reference: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    able = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value))
+    raise WorkloadError(f"{reference}: the module has no {name}()", hint=f"it has: {able or 'nothing callable'}")

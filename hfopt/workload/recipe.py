@@ -1,0 +1,159 @@
+"""How a model is put together: configuration → class with its head → packed weights → frozen parts → adapters."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import ModelSpec
+from hfopt.workload.adapters import add_lora, freeze
+from hfopt.workload.build import build_here, skeleton
+from hfopt.workload.heads import Head
+from hfopt.workload.quantize import quantize
+from hfopt.workload.sources import ConfigSource
+
+_TRANSFORMERS = int(transformers.__version__.split(".")[0])
+_DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_FAILURES = (ValueError, TypeError, ImportError, AttributeError, KeyError, IndexError, RuntimeError, ZeroDivisionError)
+"""What a model's constructor may raise on a config that does not fit together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Calling it builds the model, in training mode, in the form of the calling context (see build.py)."""
+
+    spec: ModelSpec
+    source: ConfigSource
+    config: Any
+    head: Head
+
+    def __call__(self) -> nn.Module:
+        return build_here(self._assemble)
+
+    def facts(self) -> ModelFacts:
+        model = skeleton(self._assemble)
+        bare = model if self.spec.quantization is None and self.spec.lora is None else skeleton(self._bare)
+        return ModelFacts(
+            model=model,
+            model_class=type(bare),
+            main_input=getattr(bare, "main_input_name", "input_ids"),
+            parameters=sum(parameter.numel() for parameter in model.parameters()) + _packed_away(bare, model),
+            trainable_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+            layers=repeated_blocks(bare),
+            checkpointable=bool(getattr(bare, "supports_gradient_checkpointing", False)),
+        )
+
+    def _assemble(self) -> nn.Module:
+        model = self._bare()
+        if self.spec.quantization is not None:
+            model = quantize(model, self.spec.quantization)
+        freeze(model, self.spec.frozen)
+        if self.spec.lora is not None:
+            model = add_lora(model, self.spec.lora, self.head.task)
+        return model
+
+    def _bare(self) -> nn.Module:
+        options: dict[str, Any] = {_DTYPE_OPTION: weights_dtype(self.spec, self.config)}
+        if self.spec.attn_implementation is not None:
+            options["attn_implementation"] = self.spec.attn_implementation
+        with quietly():
+            try:
+                model_class = self.head.model_class or getattr(transformers, self.head.class_name)
+                model: nn.Module = model_class._from_config(copy.deepcopy(self.config), **options)
+            except _FAILURES as error:
+                raise WorkloadError(f"{self.head.class_name} cannot be built from the config of {self.source.name}: {error}") from error
+        if self.source.fields.get("tie_word_embeddings") is False and self.source.has_checkpoint:
+            _untie(model)
+        return model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What is read off a model that has no weights."""
+
+    model: nn.Module
+    model_class: type
+    main_input: str
+    parameters: int
+    trainable_parameters: int
+    layers: int | None
+    checkpointable: bool
+
+
+def repeated_blocks(model: nn.Module) -> int | None:
+    """How many blocks checkpointing works on: transformers' checkpointing layers, or the longest list of equal modules."""
+    try:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError:
+        blocks = 0
+    else:
+        blocks = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    if blocks:
+        return blocks
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1]
+    return max((len(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1), default=None)
+
+
+def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
+    """As from_pretrained does: the stated dtype; unstated or 'auto' is the checkpoint's from transformers 5 on, float32 before."""
+    stated = spec.weights_dtype
+    if stated is None and _TRANSFORMERS < 5:
+        return torch.float32
+    if stated in (None, "auto"):
+        stated = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
+    if isinstance(stated, torch.dtype):
+        return stated
+    name = str(stated).removeprefix("torch.")
+    dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise WorkloadError(f"{stated!r} is not a dtype for weights", hint="use float32, bfloat16, float16 or auto")
+    return dtype
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the model's own remarks about its configuration, which the user cannot act on here."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _untie(model: Any) -> None:
+    """transformers 5 ties every T5 until it sees that the checkpoint holds two different matrices; then it leaves them apart."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    if outputs is not None and outputs.weight is inputs.weight:
+        outputs.weight = nn.Parameter(outputs.weight.detach().clone())
+
+
+def _packed_away(bare: nn.Module, model: nn.Module) -> int:
+    """Weights that packing two to a byte hides from a count of elements."""
+    if not any(parameter.dtype == torch.uint8 for parameter in model.parameters()):
+        return 0
+    plain = dict(bare.named_parameters())
+    return sum(
+        plain[name].numel() - parameter.numel()
+        for name, parameter in ((_plain_name(name), parameter) for name, parameter in model.named_parameters())
+        if parameter.dtype == torch.uint8
+    )
+
+
+def _plain_name(name: str) -> str:
+    """A parameter's name without what peft puts around it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
