@@ -80,7 +80,14 @@ class SectionReader:
             verdict = replace(verdict, severity="note", message=f"{verdict.message}; {self.lenient_numbers} reads it as one")
         if verdict.code is not None:
             repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if verdict.repair else ()
-            self._say(written, verdict.code, verdict.severity, verdict.message.replace(key, written, 1), verdict.fix, repair)
+            self._say(
+                written,
+                verdict.code,
+                verdict.severity,
+                verdict.message.replace(key, written, 1),
+                verdict.fix and verdict.fix.replace(key, written, 1),
+                repair,
+            )
         return verdict
 
     def _read_alias(self, key: str, value: Any) -> None:
@@ -147,7 +154,8 @@ class SectionReader:
             seen[entry.key] = entry
 
     def _say(self, key: str, code: str, severity: Severity, message: str, fix: str | None, repair: tuple[Operation, ...] = ()) -> None:
-        entry = self.section.node.find(key)
+        definer = self.section.node.definer(key)
+        entry = definer.find(key) if definer is not None else None
         place = self.document.place(entry.key_start if entry is not None else self.section.node.start)
         problem = Problem(severity=severity, code=code, key=key, place=place, message=message, fix=fix)
         self.found.append(Found(problem=problem, repair=repair))

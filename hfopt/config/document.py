@@ -45,6 +45,12 @@ class Node:
         """The entry that counts: PyYAML lets the last one win."""
         return next((entry for entry in reversed(self.entries) if entry.key == key and not entry.merge), None)
 
+    def definer(self, key: str) -> Node | None:
+        """The mapping that writes the key: itself, or the first that it merges."""
+        if self.find(key) is not None:
+            return self
+        return next((found for parent in self.merged() if (found := parent.definer(key)) is not None), None)
+
     def merged(self) -> Iterator[Node]:
         """The mappings its `<<` entries name."""
         for entry in self.entries:
@@ -90,6 +96,28 @@ class Document:
         for part in path:
             node = node and _child(node, part)
         return node
+
+    def use(self, path: NodePath) -> Use | None:
+        """Where the value at a path is written, None when it comes in by a merge key or is the root."""
+        parent = self.node(path[:-1]) if path else None
+        if parent is None or parent.kind == "sequence":
+            return (
+                parent.items[int(path[-1])] if parent is not None and path[-1].isdecimal() and int(path[-1]) < len(parent.items) else None
+            )
+        entry = parent.find(path[-1])
+        return entry.value if entry is not None else None
+
+    def mappings(self) -> Iterator[tuple[NodePath, Node]]:
+        """Every mapping the data has, by path: one that aliases share comes once for each place it is used at."""
+        stack: list[tuple[NodePath, Any]] = [((), self.data)]
+        while stack:
+            path, value = stack.pop()
+            if isinstance(value, dict) and (node := self.node(path)) is not None and node.kind == "mapping":
+                yield path, node
+            inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+            stack.extend(
+                ((*path, str(key)), child) for key, child in inner if isinstance(child, dict | list) and isinstance(key, str | int)
+            )
 
     def value(self, path: NodePath) -> Any:
         value: Any = self.data

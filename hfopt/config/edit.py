@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfopt.config.comments import StaleComment, stale_comments
-from hfopt.config.document import Document, parse
+from hfopt.config.document import Document, NodePath, parse
 from hfopt.config.load import Loaded
 from hfopt.config.operations import Operation
 from hfopt.config.splices import Splicer
@@ -25,6 +25,7 @@ from hfopt.schema import Change
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edited:
     data: bytes
+    document: Document  # the same, read again
     stale_comments: tuple[StaleComment, ...] = ()
 
 
@@ -42,23 +43,71 @@ def edit(loaded: Loaded, changes: Sequence[Change]) -> Edited:
 
 
 def upgrade(loaded: Loaded) -> Edited:
-    """The file with everything repaired that can be repaired with certainty."""
-    return apply(loaded.document, loaded.repairs)
+    """The file with everything repaired that can be repaired with certainty. A repair that the file's anchors forbid is left out."""
+    document = loaded.document
+    repairs = [item.repair for item in loaded.found if item.repair]
+    try:
+        return apply(document, _where_defined(document, [operation for repair in repairs for operation in repair]))
+    except ConfigError:
+        possible: list[Operation] = []
+        for repair in repairs:
+            try:
+                apply(document, _where_defined(document, [*possible, *repair]))
+            except ConfigError:
+                continue
+            possible.extend(repair)
+        return apply(document, _where_defined(document, possible))
 
 
 def apply(document: Document, operations: Sequence[Operation]) -> Edited:
+    """The operations done and checked; the document itself is not touched."""
+    last_said = {(operation.path, operation.key): operation for operation in operations}
+    todo = [operation for operation in last_said.values() if _changes_something(document, operation)]
+    if not todo:
+        return Edited(data=document.text.encode("utf-8"), document=document)
     wanted = copy.deepcopy(document.data)
-    todo = [operation for operation in operations if _changes_something(document, operation)]
     for operation in todo:
         _perform(wanted, operation)
-    if not todo:
-        return Edited(data=document.text.encode("utf-8"))
     splicer = Splicer(document)
-    for operation in todo:
+    for operation in (*todo, *_pins(document, todo)):
         splicer.perform(operation)
     data = splicer.result().encode("utf-8")
-    _verify(data, wanted, document)
-    return Edited(data=data, stale_comments=stale_comments(document, todo))
+    return Edited(data=data, document=_verified(data, wanted, document), stale_comments=stale_comments(document, todo))
+
+
+def _where_defined(document: Document, operations: Sequence[Operation]) -> list[Operation]:
+    """A repair of a key that comes in by a merge key or an alias is made where the key is written, for all that read it there."""
+    spread: list[Operation] = []
+    for operation in operations:
+        node = document.node(operation.path)
+        definer = node.definer(operation.key) if node is not None else None
+        if definer is None:
+            spread.append(operation)
+            continue
+        readers = [path for path, other in document.mappings() if other.definer(operation.key) is definer]
+        first = next((path for path in readers if document.node(path) is definer and _written_at(document, path)), operation.path)
+        spread.append(replace(operation, path=first))
+        spread.extend(replace(operation, path=path, inherited=True) for path in readers if path != first)
+    return spread
+
+
+def _written_at(document: Document, path: NodePath) -> bool:
+    use = document.use(path)
+    return use is None or use.alias is None
+
+
+def _pins(document: Document, operations: Sequence[Operation]) -> list[Operation]:
+    """Other sections that merge a changed one keep the value they had: it is written into them."""
+    changed = {(operation.path, operation.key) for operation in operations}
+    pins = []
+    for operation in operations:
+        node = document.node(operation.path)
+        if node is None or operation.inherited or node.find(operation.key) is None or not _written_at(document, operation.path):
+            continue
+        for path, other in document.mappings():
+            if (path, operation.key) not in changed and other.definer(operation.key) is node:
+                pins.append(Operation(path=path, key=operation.key, after=document.value(path)[operation.key]))
+    return pins
 
 
 def _changes_something(document: Document, operation: Operation) -> bool:
@@ -66,7 +115,7 @@ def _changes_something(document: Document, operation: Operation) -> bool:
     if operation.remove:
         return mapping is not None and operation.key in mapping
     if operation.rename_to is not None:
-        return True
+        return mapping is not None and operation.key in mapping
     return not (mapping is not None and operation.key in mapping and same(mapping[operation.key], operation.after))
 
 
@@ -86,13 +135,14 @@ def _perform(data: dict[str, Any], operation: Operation) -> None:
         here[operation.key] = operation.after
 
 
-def _verify(data: bytes, wanted: dict[str, Any], document: Document) -> None:
+def _verified(data: bytes, wanted: dict[str, Any], document: Document) -> Document:
     try:
-        got: Any = parse(data, document.path).data
+        again = parse(data, document.path)
     except ConfigError as error:
         raise ConfigError(f"{document.path}: cannot be edited safely ({error}); nothing was changed") from error
-    if not same(got, wanted):
+    if not same(again.data, wanted):
         raise ConfigError(
             f"{document.path}: cannot be edited without changing something else; nothing was changed",
             hint="anchors or merge keys tie these values together; set the key by hand in its own section",
         )
+    return again

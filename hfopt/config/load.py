@@ -20,7 +20,6 @@ from hfopt.config.foreign import tool_of
 from hfopt.config.installed import Installed, installed
 from hfopt.config.keys import ACCUMULATION, BATCH, GONE
 from hfopt.config.model_facts import is_llama_factory, read_model, trainer_kind
-from hfopt.config.operations import Operation
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
 from hfopt.schema import Problem, TrainJob
@@ -42,7 +41,7 @@ class Loaded:
     document: Document
     layout: Layout
     homes: Mapping[str, Home]  # by the argument's current name
-    repairs: tuple[Operation, ...]  # what --upgrade does
+    found: tuple[Found, ...]  # the findings about keys, with what --upgrade does about them
 
     @property
     def transformers_version(self) -> str:
@@ -55,9 +54,13 @@ def load(path: Path, *, section: str | None = None, world_size: int = 1) -> Load
 
 
 def load_bytes(source: bytes, path: str, *, section: str | None = None, world_size: int = 1) -> Loaded:
+    return load_document(parse(source, path), section=section, world_size=world_size)
+
+
+def load_document(document: Document, *, section: str | None = None, world_size: int = 1) -> Loaded:
+    path, present = document.path, installed()
     if world_size < 1:
         raise ConfigError(f"a world size of {world_size}: there is at least one process")
-    document, present = parse(source, path), installed()
     if section is None and (tool := tool_of(document.data)) is not None:
         raise ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint="hfopt reads TrainingArguments YAMLs")
     layout = find(document, present, section)
@@ -66,14 +69,14 @@ def load_bytes(source: bytes, path: str, *, section: str | None = None, world_si
             f"{path}: no TrainingArguments in it",
             hint="keys such as per_device_train_batch_size are looked for at the root and in every section; name one with --section",
         )
-    return _Reading(source, document, layout, present, world_size).loaded()
+    return _Reading(document, layout, present, world_size).loaded()
 
 
 class _Reading:
     """One pass over the sections that count."""
 
-    def __init__(self, source: bytes, document: Document, layout: Layout, present: Installed, world_size: int) -> None:
-        self.source, self.document, self.layout, self.present, self.world_size = source, document, layout, present, world_size
+    def __init__(self, document: Document, layout: Layout, present: Installed, world_size: int) -> None:
+        self.document, self.layout, self.present, self.world_size = document, layout, present, world_size
         left_out = [] if layout.main is None else [rival.path for rival in layout.rivals if rival.path != ()]
         self.facts = Facts(document.data, first=layout.main.path if layout.main else (), left_out=left_out)
 
@@ -93,16 +96,16 @@ class _Reading:
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) and item.problem.severity == "error" for item in _unusable(found)):
                 job = self._job(args, trainer, homes)
-        problems = [item.problem for item in found] + list(self._about_the_file())
+        problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file())
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(
             job=job,
             problems=tuple(problems),
-            source=self.source,
+            source=self.document.text.encode("utf-8"),
             document=self.document,
             layout=self.layout,
             homes=homes,
-            repairs=tuple(operation for item in found for operation in item.repair),
+            found=tuple(found),
         )
 
     def _lenient(self) -> str | None:
@@ -119,7 +122,8 @@ class _Reading:
     def _place_of(self, key: str, homes: Mapping[str, Home]) -> Any:
         home = homes.get(key) or Home(path=self.layout.main.path if self.layout.main else (), key=key)
         node = self.document.node(home.path)
-        entry = node.find(home.key) if node is not None else None
+        definer = node.definer(home.key) if node is not None else None
+        entry = definer.find(home.key) if definer is not None else None
         return self.document.place(entry.key_start if entry is not None else node.start if node is not None else 0)
 
     def _job(self, args: dict[str, Any], trainer: Any, homes: Mapping[str, Home]) -> TrainJob:

@@ -16,3 +16,4 @@ class Operation:
     remove: bool = False
     rename_to: str | None = None
     keep_value: bool = False  # a rename that leaves the value's characters alone
+    inherited: bool = False  # true of the data only: the text is changed where the value is written

@@ -156,16 +156,15 @@ def _choose(sections: tuple[Section, ...], data: dict[str, Any]) -> tuple[Sectio
         for part in section.path:
             if part in words:
                 return section, f"`{words[part]}: {part}` names it"
+    named = [section for section in sections if section.path and section.path[-1].lower() in _SECTION_NAMES]
+    if len(named) == 1:
+        return named[0], "by its name"
+    leaves = [section for section in sections if not any(section.node in other.node.merged() for other in sections)]
+    if len(leaves) == 1:
+        return leaves[0], "the others are merged into it"
     for section in sections:
         if any(part.lower() in _DEFAULT_NAMES for part in section.path):
             return section, "it is the default one"
-    leaves = [section for section in sections if not any(section.node in other.node.merged() for other in sections if other is not section)]
-    if len(leaves) == 1:
-        return leaves[0], "the others are merged into it"
-    named = [section for section in sections if section.path and section.path[-1].lower() in _SECTION_NAMES]
-    parents = {section.path[:-1] for section in sections}
-    if len(named) == 1 and len(parents) == 1:
-        return named[0], "of its name"
     return None, None
 
 

@@ -20,8 +20,11 @@ class Splicer:
         self.document, self.text = document, document.text
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.replacements: list[tuple[int, int, int, str]] = []  # start, end, order, text
+        self.own_keys: dict[NodePath, list[tuple[str, Any]]] = {}  # for sections that are an alias as a whole
 
     def result(self) -> str:
+        for path, pairs in self.own_keys.items():
+            self._open_alias(path, pairs)
         text, last = self.text, len(self.text) + 1
         for start, end, _, new in sorted(self.replacements, reverse=True):
             if end > last:
@@ -30,6 +33,12 @@ class Splicer:
         return text
 
     def perform(self, operation: Operation) -> None:
+        if operation.inherited:
+            return
+        use = self.document.use(operation.path)
+        if use is not None and use.alias is not None and not operation.remove and operation.rename_to is None:
+            self.own_keys.setdefault(operation.path, []).append((operation.key, operation.after))
+            return
         node = self._own_mapping(operation.path)
         entry, before = node.find(operation.key), self.document.value(operation.path).get(operation.key)
         if operation.remove:
@@ -49,7 +58,6 @@ class Splicer:
     # ------------------------------------------------------------------ where
 
     def _own_mapping(self, path: NodePath) -> Node:
-        """The mapping at the path, if it is written there and read from nowhere else."""
         node = self.document.node(path)
         if node is None or node.kind != "mapping":
             raise ConfigError(f"{self.document.path}: {'.'.join(path)} is not a mapping of keys to values")
@@ -58,6 +66,21 @@ class Splicer:
     def _aliases_of(self, anchor: str, node: Node) -> list[Use]:
         uses = [use for other in self.document.nodes() for use in (*(entry.value for entry in other.entries), *other.items)]
         return sorted((use for use in uses if use.alias == anchor and use.node is node), key=lambda use: use.start)
+
+    def _open_alias(self, path: NodePath, pairs: list[tuple[str, Any]]) -> None:
+        """`training: *base` becomes a mapping that merges *base and has keys of its own."""
+        use, parent = self.document.use(path), self.document.node(path[:-1])
+        assert use is not None and parent is not None
+        alias = self.text[use.start : use.end]
+        if parent.flow or parent.kind == "sequence":
+            inner = "".join(f", {render(key, flow=True)}: {render(value, flow=True)}" for key, value in pairs)
+            self._replace(use.start, use.end, f"{{<<: {alias}{inner}}}")
+            return
+        entry = next(entry for entry in parent.entries if entry.value is use)
+        indent = " " * (self.document.place(entry.key_start).column + 1)
+        lines = [f"{indent}<<: {alias}", *(line for key, value in pairs for line in self._block_lines(key, value, indent))]
+        start = use.start - len(self.text[entry.key_end : use.start]) + self.text[entry.key_end : use.start].index(":") + 1
+        self._replace(start, use.end, "".join(self.newline + line for line in lines))
 
     # ------------------------------------------------------------------ set
 

@@ -1,0 +1,138 @@
+"""`hfopt check`: what is wrong or outdated in a config for the installed transformers, and the same file upgraded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfopt.cli.output import people, write_out
+from hfopt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hfopt.config.edit import Edited
+    from hfopt.config.load import Loaded
+    from hfopt.schema import Problem
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def check(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML, or - for standard input.")],
+    section: Annotated[str | None, typer.Option("--section", help="Where the arguments are, as a path of keys: trainer.args.")] = None,
+    upgrade: Annotated[bool, typer.Option("--upgrade", help="Write the config, repaired where it can be, to stdout or -o FILE.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there; may be CONFIG itself.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
+    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = 1,
+) -> None:
+    """Say what is wrong or outdated in a config: all findings at once, with their lines. Exit code 1 if there are any."""
+    from hfopt.config.edit import upgrade as upgraded
+    from hfopt.config.load import load_bytes, load_document
+
+    if upgrade and as_json and output is None:
+        raise ConfigError("--upgrade and --json both write to stdout", hint="add -o FILE for the upgraded config")
+    if output is not None and not (upgrade or as_json):
+        raise ConfigError("-o needs something to write", hint="add --upgrade or --json")
+    source, name = _read(config)
+    loaded = load_bytes(source, name, section=section, world_size=world_size)
+    edited = upgraded(loaded) if upgrade else None
+    if as_json:
+        text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, default=str) + "\n"
+        write_out(text.encode(), None if upgrade else output)
+    else:
+        _tell(loaded, edited)
+    if edited is None:
+        raise typer.Exit(1 if _findings(loaded) else 0)
+    write_out(edited.data, output)
+    raise typer.Exit(1 if _findings(load_document(edited.document, section=section, world_size=world_size)) else 0)
+
+
+def _read(config: str) -> tuple[bytes, str]:
+    from hfopt.config.document import MAX_BYTES, read_bytes
+
+    if config != "-":
+        return read_bytes(Path(config)), config
+    source = sys.stdin.buffer.read(MAX_BYTES + 1)
+    if len(source) > MAX_BYTES:
+        raise ConfigError(f"standard input: larger than {MAX_BYTES >> 20} MiB: not a training config")
+    return source, "<stdin>"
+
+
+def _findings(loaded: Loaded) -> list[Problem]:
+    return [problem for problem in loaded.problems if problem.severity != "note"]
+
+
+def _tell(loaded: Loaded, edited: Edited | None) -> None:
+    from rich.text import Text
+
+    console = people()
+    for problem in loaded.problems:
+        where = f"{problem.place.path}:{problem.place.line}:{problem.place.column}" if problem.place else loaded.document.path
+        console.print(Text.assemble(f"{where}: ", (problem.severity, _COLOURS[problem.severity]), f": {problem.message}"))
+        if problem.fix is not None:
+            console.print(Text.assemble(("    fix: ", "green"), problem.fix))
+    for stale in edited.stale_comments if edited is not None else ():
+        where = f"{stale.place.path}:{stale.place.line}:{stale.place.column}"
+        console.print(Text(f"{where}: the comment still states the old value {stale.old_value}: {stale.comment}"))
+    for line in _summary(loaded):
+        console.print(Text(line))
+
+
+def _summary(loaded: Loaded) -> list[str]:
+    lines = []
+    if loaded.job is not None:
+        job = loaded.job
+        where = f"section {'.'.join(job.section)}" if job.section else "the root"
+        lines.append(
+            f"{loaded.document.path}: {job.trainer} arguments in {where}, checked against transformers {loaded.transformers_version}"
+        )
+        lines.append(f"effective batch {job.effective_batch} = {_factors(loaded)}")
+    findings = _findings(loaded)
+    if not findings:
+        return [*lines, "no findings"]
+    repaired = len(_repairable(loaded).intersection(findings))
+    by_hand = f", {len(findings) - repaired} by hand" if len(findings) > repaired else ""
+    return [*lines, f"{len(findings)} finding{'s' if len(findings) > 1 else ''}: {repaired} repaired by `hfopt check --upgrade`{by_hand}"]
+
+
+def _repairable(loaded: Loaded) -> set[Problem]:
+    return {item.problem for item in loaded.found if item.repair}
+
+
+def _factors(loaded: Loaded) -> str:
+    from hfopt.config.keys import ACCUMULATION, BATCH
+
+    job = loaded.job
+    assert job is not None
+    batch, accumulation = ("" if key in job.args else " (default)" for key in (BATCH, ACCUMULATION))
+    world = f"{job.world_size} process{'es' if job.world_size > 1 else ''}"
+    return f"{job.per_device_batch} per device{batch} × {job.accumulation} accumulation{accumulation} × {world}"
+
+
+def _as_data(loaded: Loaded) -> dict[str, Any]:
+    from hfopt.config.secrets import scrub
+
+    job, repairable = loaded.job, _repairable(loaded)
+    batch = job and {
+        "value": job.effective_batch,
+        "per_device": job.per_device_batch,
+        "accumulation": job.accumulation,
+        "world_size": job.world_size,
+    }
+    data = {
+        "path": loaded.document.path,
+        "transformers": loaded.transformers_version,
+        "section": ".".join(job.section) if job else None,
+        "trainer": job.trainer if job else None,
+        "effective_batch": batch,
+        "arguments": dict(job.args) if job else None,
+        "model": dataclasses.asdict(job.model) if job else None,
+        "data": dataclasses.asdict(job.data) if job else None,
+        "kept": sorted(job.kept) if job else [],
+        "problems": [dataclasses.asdict(problem) | {"repairable": problem in repairable} for problem in loaded.problems],
+    }
+    return {key: scrub(value, key) for key, value in data.items()}
