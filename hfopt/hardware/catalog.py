@@ -62,6 +62,14 @@ def find(name: str) -> Gpu:
     return lookup(name).gpu
 
 
+def matching(name: str) -> tuple[Gpu, ...]:
+    """All cards the name fits equally well, at least one."""
+    found = _candidates(name)
+    if not found:
+        raise _unknown(name)
+    return tuple(entry.gpu for entry in found)
+
+
 def lookup(name: str, *, memory_bytes: int | None = None) -> Match:
     """As find(), with what was assumed; a memory size helps to tell variants apart."""
     found = _candidates(name)

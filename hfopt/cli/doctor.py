@@ -1,0 +1,98 @@
+"""`hfopt doctor`: what was detected here, and each thing that would slow training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from hfopt.hardware.checkup import Checkup
+    from hfopt.schema import Gpu
+
+_MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
+
+
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
+    """Show what training would run on here, and what would slow it.
+
+    Ends with 1 if there is something to mend.
+
+    \b
+    Examples:
+      hfopt doctor                            for people
+      hfopt doctor --json                     for a program
+      CUDA_VISIBLE_DEVICES=1 hfopt doctor     as a run on that card would see it
+    """
+    from hfopt.hardware.checkup import checkup
+
+    found = checkup()
+    sys.stdout.write(_as_json(found) if as_json else _as_text(found))
+    if any(problem.severity != "note" for problem in found.problems):
+        raise typer.Exit(1)
+
+
+def _as_json(found: Checkup) -> str:
+    from hfopt.hardware.checkup import flash_attention
+
+    support = [
+        {"uuid": gpu.uuid, "bf16": gpu.supports("bf16"), "tf32": gpu.supports("tf32"), "flash_attention": flash_attention(gpu)}
+        for gpu in found.hardware.gpus
+    ]
+    return json.dumps({**asdict(found), "support": support}, indent=2) + "\n"
+
+
+def _as_text(found: Checkup) -> str:
+    from hfopt.units import format_bytes
+
+    hardware, software, host = found.hardware, found.software, found.hardware.host
+    torch = software.torch
+    build = "CPU only" if torch and torch.cpu_only else f"CUDA {torch.cuda}" if torch and torch.cuda else "ROCm" if torch else ""
+    lines = [
+        *(line for gpu in hardware.gpus for line in _card_lines(gpu)),
+        *([] if hardware.gpus else ["device        the CPU"]),
+        f"driver        {hardware.driver_version or 'none'}" + (f", CUDA {hardware.cuda_version}" if hardware.cuda_version else ""),
+        f"nvidia-ml-py  {software.nvidia_ml_py or 'not installed'}, "
+        + (f"no driver reached ({found.nvml_problem})" if found.nvml_problem else "driver reached"),
+        f"torch         {f'{torch.version} ({build})' if torch else 'not installed'}",
+        f"transformers  {software.transformers or 'not installed'}, accelerate {software.accelerate or 'not installed'}",
+        f"extras        {', '.join(f'{name} {number}' for name, number in software.optional.items()) or 'none'}",
+        f"processor     {host.cpu_name or 'unknown'}, {host.cores:g} cores usable",
+        f"RAM           {format_bytes(host.ram_bytes)}, {format_bytes(host.ram_free_bytes)} free",
+        "",
+    ]
+    for problem in found.problems:
+        lines.append(f"{_MARKS[problem.severity]}: {problem.message}")
+        lines += [f"  -> {problem.fix}"] if problem.fix else []
+    if all(problem.severity == "note" for problem in found.problems):
+        lines.append("nothing found that would slow training here")
+    return "\n".join(lines) + "\n"
+
+
+def _card_lines(gpu: Gpu) -> list[str]:
+    from hfopt.hardware.checkup import flash_attention
+    from hfopt.units import format_bytes
+
+    free = f", {format_bytes(gpu.free_bytes)} free" if gpu.free_bytes is not None else ""
+    capability = f", capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else ""
+    lines = [f"GPU {gpu.index if gpu.index is not None else '?':<9} {gpu.name}, {format_bytes(gpu.memory_bytes)}{free}{capability}"]
+    if gpu.uuid:
+        lines.append(f"              {gpu.uuid}")
+    if gpu.vendor == "nvidia":
+        tensor_cores = gpu.peak_flops.get("fp16", 0) > gpu.peak_flops.get("fp32", 0)
+        fp16 = "yes" if tensor_cores else "in memory only" if gpu.peak_flops else "unknown"
+        flash = {True: "yes", False: "no", None: "unknown"}[flash_attention(gpu)]
+        lines.append(
+            f"              bf16 {_yes(gpu.supports('bf16'))}, tf32 {_yes(gpu.supports('tf32'))}, fp16 {fp16}, flash attention {flash}"
+        )
+    if gpu.peak_flops and gpu.bandwidth_bytes_per_s:
+        peaks = ", ".join(f"{precision} {peak / 1e12:.1f}" for precision, peak in gpu.peak_flops.items())
+        lines.append(f"              {gpu.bandwidth_bytes_per_s / 1e9:,.0f} GB/s; dense TFLOP/s: {peaks}")
+    return lines
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
