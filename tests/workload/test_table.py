@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hfopt.schema import DataSpec, ModelSpec
+from hfopt.workload.build import skeleton
 from hfopt.workload.model import from_spec
 from hfopt.workload.table import Architecture, architectures, find, near_names
 
@@ -14,11 +14,12 @@ def _count(entry: Architecture) -> int:
     """Parameters of the class the config names (or its base model), built without weights by transformers alone."""
     import transformers
 
-    with torch.device("meta"):
-        config = transformers.CONFIG_MAPPING[entry.config["model_type"]].from_dict(dict(entry.config))
-        named = entry.config.get("architectures", [None])[0]
-        model_class = getattr(transformers, named) if named and entry.counts == "head" else transformers.AutoModel
-        model = model_class._from_config(config) if model_class is not transformers.AutoModel else model_class.from_config(config)
+    config = transformers.CONFIG_MAPPING[entry.config["model_type"]].from_dict(dict(entry.config))
+    named = entry.config.get("architectures", [None])[0]
+    if named and entry.counts == "head":
+        model = skeleton(lambda: getattr(transformers, named)(config))
+    else:
+        model = skeleton(lambda: transformers.AutoModel.from_config(config))
     count = sum(parameter.numel() for parameter in model.parameters())
     if entry.config.get("tie_word_embeddings") is False and model.get_output_embeddings() is not None:
         shared, outputs = model.get_input_embeddings().weight, model.get_output_embeddings().weight
