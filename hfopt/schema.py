@@ -405,6 +405,44 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhasePeak:
+    """The most memory one phase of a rehearsal held, on the rank and card that held most."""
+
+    phase: str
+    allocated_bytes: int
+    reserved_bytes: int
+    part: str | None = None  # where in the phase: forward, backward, optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """A training script on the virtual GPU. Memory is PyTorch's own accounting; values and times mean nothing there."""
+
+    outcome: Literal["fits", "unsupported", "oom", "failed", "incomplete", "timeout"]
+    gpu: Gpu
+    count: int
+    context_bytes: int
+    phases: tuple[PhasePeak, ...]
+    steps_done: int
+    script_exit_code: int | None  # None: the script was ended by the rehearsal
+    message: str
+    oom_step: int | None = None
+    oom_phase: str | None = None
+    ranks: int = 1
+    findings: tuple[str, ...] = ()  # what the card does not support of what the script asks
+    notes: tuple[str, ...] = ()
+    wall_s: float | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.gpu.usable_bytes or self.gpu.memory_bytes
+
+    @property
+    def peak(self) -> PhasePeak | None:
+        return max(self.phases, key=lambda phase: phase.reserved_bytes, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Neutrality:
     """Is trading batch for accumulation gradient-neutral for this model class and transformers version?"""
 

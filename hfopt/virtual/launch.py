@@ -57,6 +57,7 @@ def environment(
     env.update(
         HFOPT_VIRTUAL_NAME=gpu.name,
         HFOPT_VIRTUAL_MEMORY_BYTES=str(gpu.memory_bytes),
+        HFOPT_VIRTUAL_USABLE_BYTES=str(gpu.usable_bytes or gpu.memory_bytes),
         HFOPT_VIRTUAL_CONTEXT_BYTES=str(context_bytes),
         HFOPT_VIRTUAL_CAPABILITY="{}.{}".format(*gpu.capability),
         HFOPT_VIRTUAL_SMS=str(gpu.sms or _DEFAULT_SMS),

@@ -109,9 +109,9 @@ static uint64_t total(int device)
 
 static int take(entry *own, int device, size_t bytes)
 {
-    if (total(device) + bytes > card()->memory_bytes) {
+    if (total(device) + bytes > card()->usable_bytes) {
         drop_the_dead();
-        if (total(device) + bytes > card()->memory_bytes) return 0;
+        if (total(device) + bytes > card()->usable_bytes) return 0;
     }
     own->bytes[device] += bytes;
     return 1;

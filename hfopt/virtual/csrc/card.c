@@ -85,6 +85,7 @@ static void read_environment(void)
         facts.minor = 0;
     }
     facts.memory_bytes = (size_t)env_number("HFOPT_VIRTUAL_MEMORY_BYTES", 8ll << 30);
+    facts.usable_bytes = (size_t)env_number("HFOPT_VIRTUAL_USABLE_BYTES", (long long)facts.memory_bytes);
     facts.context_bytes = (size_t)env_number("HFOPT_VIRTUAL_CONTEXT_BYTES", 0);
     facts.copy_limit_bytes = (size_t)env_number("HFOPT_VIRTUAL_COPY_BYTES", 1 << 20);
     facts.sms = (int)env_number("HFOPT_VIRTUAL_SMS", 28);

@@ -12,7 +12,8 @@
 
 typedef struct {
     char name[256];
-    size_t memory_bytes;    /* what the driver reports as total */
+    size_t memory_bytes;    /* what NVML reports as total */
+    size_t usable_bytes;    /* what CUDA shows a program as total: without the driver's own part */
     size_t context_bytes;   /* what the CUDA context of one process takes */
     size_t copy_limit_bytes; /* copies to the device above this move no bytes */
     int major, minor;       /* compute capability */

@@ -64,7 +64,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d)
     memset(p, 0, sizeof *p);
     memcpy(p->name, c->name, sizeof p->name);
     card_uuid(device_physical(d), (unsigned char *)p->uuid.bytes);
-    p->totalGlobalMem = c->memory_bytes;
+    p->totalGlobalMem = c->usable_bytes;
     p->sharedMemPerBlock = 48 * KiB;
     p->sharedMemPerBlockOptin = (size_t)a->smem_block_kb * KiB;
     p->sharedMemPerMultiprocessor = (size_t)a->smem_sm_kb * KiB;

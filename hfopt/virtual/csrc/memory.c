@@ -149,7 +149,7 @@ API cudaError_t cudaMemGetInfo(size_t *available, size_t *all)
     if (board_forked()) return fail(cudaErrorInitializationError);
     if (!board_attach(physical)) return fail(cudaErrorMemoryAllocation);
     uint64_t taken = board_used(physical);
-    *all = card()->memory_bytes;
+    *all = card()->usable_bytes;
     *available = taken < *all ? *all - taken : 0;
     return cudaSuccess;
 }

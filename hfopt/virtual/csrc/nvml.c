@@ -131,19 +131,21 @@ API int nvmlDeviceGetCudaComputeCapability(void *d, int *major, int *minor)
 typedef struct { unsigned long long total, free, used; } memory_v1;
 typedef struct { unsigned version; unsigned long long total, reserved, free, used; } memory_v2;
 
-API int nvmlDeviceGetMemoryInfo(void *d, memory_v1 *out)
+/* Version 1 counts the driver's own part as used, version 2 says it apart. */
+API int nvmlDeviceGetMemoryInfo_v2(void *d, memory_v2 *out)
 {
     CHECK(d);
     out->total = card()->memory_bytes;
+    out->reserved = card()->memory_bytes - card()->usable_bytes;
     out->used = board_used(DEVICE(d));
-    out->free = out->used < out->total ? out->total - out->used : 0;
+    out->free = out->reserved + out->used < out->total ? out->total - out->reserved - out->used : 0;
     return SUCCESS;
 }
-API int nvmlDeviceGetMemoryInfo_v2(void *d, memory_v2 *out)
+API int nvmlDeviceGetMemoryInfo(void *d, memory_v1 *out)
 {
-    memory_v1 v1;
-    int result = nvmlDeviceGetMemoryInfo(d, &v1);
-    if (result == SUCCESS) *out = (memory_v2){out->version, v1.total, 0, v1.free, v1.used};
+    memory_v2 v2;
+    int result = nvmlDeviceGetMemoryInfo_v2(d, &v2);
+    if (result == SUCCESS) *out = (memory_v1){v2.total, v2.free, v2.reserved + v2.used};
     return result;
 }
 

@@ -1,4 +1,4 @@
-"""Runs first in every Python process on the virtual GPU: adds the values layer to torch, then gives way to the user's own sitecustomize."""
+"""Runs first in every Python process on the virtual GPU: prepares torch, then gives way to the user's own sitecustomize."""
 
 from __future__ import annotations
 
@@ -37,8 +37,13 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, Finder())
 
 
-def _add_values(_torch: ModuleType) -> None:
-    importlib.import_module("hfopt_virtual_values").install()
+def _after_torch(_torch: ModuleType) -> None:
+    if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
+        importlib.import_module("hfopt_virtual_values").install()
+    if "HFOPT_REHEARSAL" in os.environ:
+        recorder = importlib.import_module("hfopt_rehearsal").install()
+        follow = importlib.import_module("hfopt_rehearsal_trainer").install
+        after_import("transformers.trainer", lambda module: follow(module, recorder))
 
 
 def _run_the_users_own() -> None:
@@ -52,6 +57,5 @@ def _run_the_users_own() -> None:
     spec.loader.exec_module(module)
 
 
-if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
-    after_import("torch", _add_values)
+after_import("torch", _after_torch)
 _run_the_users_own()

@@ -1,0 +1,99 @@
+"""`hfopt rehearse`: the user's own training script on a card they do not have."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hfopt.cli.output import people
+
+if TYPE_CHECKING:
+    from hfopt.schema import Rehearsal
+
+_EXIT_CODES = {"fits": 0, "unsupported": 1, "oom": 3, "incomplete": 4, "timeout": 4, "failed": 4}
+
+
+def rehearse(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The training command: python train.py --config c.yaml")],
+    gpu: str = typer.Option(..., "--gpu", help="The card to stand in for, as `hfopt gpus` lists them."),
+    num_gpus: int = typer.Option(1, "--num-gpus", min=1, max=16, help="How many of them the machine has."),
+    steps: int = typer.Option(3, "--steps", min=1, help="Optimizer steps to run before the evaluation and the checkpoint."),
+    vram: str | None = typer.Option(None, "--vram", help="Memory of the card, when it is not the usual one: 24GiB."),
+    timeout: float = typer.Option(600.0, "--timeout", min=1.0, help="Seconds after which the script is ended."),
+    as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
+) -> None:
+    """Run a training script unmodified on a virtual GPU: does it start, does it fit, where does it peak?
+
+    Memory is counted by PyTorch's own CUDA allocator; kernels compute nothing, so losses and times shown by the script mean nothing.
+    Nothing the Trainer writes reaches your folders. Exit code: 0 it fits, 1 the card lacks something it asks for, 3 out of memory,
+    4 the rehearsal did not get through; a script that fails by itself passes its own code on.
+    """
+    from hfopt.errors import HardwareError
+    from hfopt.estimate.context import context_bytes
+    from hfopt.hardware.detect import named
+    from hfopt.units import parse_bytes
+    from hfopt.verify.rehearsal import rehearse as run
+
+    try:
+        memory_bytes = parse_bytes(vram, default_unit="g") if vram else None
+    except ValueError as error:
+        raise HardwareError(f"--vram: {error}") from error
+    cards = named(gpu, memory_bytes=memory_bytes).gpus
+    if not cards:
+        raise HardwareError(f"--gpu {gpu} is not a card", hint="run the script itself on the CPU; `hfopt gpus` lists the cards")
+    card = cards[0]
+    seen = run(command, card, count=num_gpus, steps=steps, context_bytes=context_bytes(card.capability), timeout_s=timeout)
+    if as_json:
+        from dataclasses import asdict
+
+        sys.stdout.write(json.dumps(asdict(seen), indent=2) + "\n")
+    _show(seen)
+    raise typer.Exit(_exit_code(seen))
+
+
+def _exit_code(seen: Rehearsal) -> int:
+    if seen.outcome == "failed" and seen.script_exit_code and seen.script_exit_code > 0:
+        return seen.script_exit_code
+    return _EXIT_CODES[seen.outcome]
+
+
+def _show(seen: Rehearsal) -> None:
+    from rich.table import Table
+
+    from hfopt.units import format_bytes
+
+    console = people()
+    card = f"{seen.count} × {seen.gpu.name}" if seen.count > 1 else seen.gpu.name
+    console.print(f"\nRehearsal on a virtual {card} ({format_bytes(seen.capacity_bytes)} for programs)")
+    if seen.phases:
+        table = Table("phase", "peak allocated", "peak reserved", "on the card", "", box=None, pad_edge=False)
+        for column in table.columns[1:4]:
+            column.justify = "right"
+        for phase in seen.phases:
+            where = f" ({phase.part})" if phase.part else ""
+            table.add_row(
+                phase.phase + where,
+                format_bytes(phase.allocated_bytes),
+                format_bytes(phase.reserved_bytes),
+                format_bytes(phase.reserved_bytes + seen.context_bytes),
+                "← peak" if phase is seen.peak else "",
+            )
+        console.print(table)
+    for finding in seen.findings:
+        console.print(f"not supported: {finding}.")
+    for note in seen.notes:
+        console.print(f"note: {note}")
+    console.print(f"{seen.message}{_room(seen)}")
+    console.print("Losses, metrics and times printed by the script mean nothing here: kernels of the virtual GPU compute nothing.")
+
+
+def _room(seen: Rehearsal) -> str:
+    from hfopt.units import format_bytes
+
+    if seen.peak is None or seen.outcome not in ("fits", "unsupported"):
+        return ""
+    left = seen.capacity_bytes - seen.peak.reserved_bytes - seen.context_bytes
+    return f"; {format_bytes(left)} of {format_bytes(seen.capacity_bytes)} stay free"

@@ -1,0 +1,90 @@
+"""Runs a command that may hang, fork or be killed, so that nothing of it is left: no process, no temporary file.
+
+The command is started by a guard (guard.py) that ends it at the time limit and when this process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from hfopt.errors import DryRunError
+from hfopt.verify import guard
+
+_STDERR = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How the command ended. A negative returncode is the signal that ended it."""
+
+    reason: Literal["exit", "timeout", "killed"]
+    returncode: int
+    wall_s: float
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary folder for one child; gone afterwards. Those of owners that were killed before their guard was up are swept."""
+    for old in Path(tempfile.gettempdir()).glob("hfopt-*-*"):
+        owner = old.name.split("-")[1]
+        if owner.isdigit() and not _alive(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def run(command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[str, str], output: int | IO[bytes] | None = None) -> Ended:
+    """Runs the command to its end or to the limit. `output` takes its stdout and stderr (None: both go to this process's stderr)."""
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, str(timeout_s), str(folder), mark, *command],
+        stdin=subprocess.PIPE,
+        stdout=_STDERR if output is None else output,
+        stderr=None if output is None else subprocess.STDOUT,
+        env=dict(env),
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.wait()
+    finally:
+        process.stdin.close()
+        process.wait()
+    return _how_it_ended(folder, mark, time.monotonic() - started)
+
+
+def _how_it_ended(folder: Path, mark: str, wall_s: float) -> Ended:
+    try:
+        told = json.loads((folder / "ended.json").read_text())
+    except (OSError, ValueError):  # the guard itself was killed; its child died with it, but perhaps not the child's children
+        guard.kill_marked(mark)
+        return Ended(reason="killed", returncode=-9, wall_s=wall_s)
+    if "error" in told:
+        raise DryRunError(f"cannot start {told['error']}")
+    return Ended(reason=told["reason"], returncode=told["returncode"], wall_s=wall_s)

@@ -1,0 +1,153 @@
+"""A child that hangs, forks, is killed or loses its parent leaves no process and no temporary file."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hfopt.errors import DryRunError
+from hfopt.verify import child
+from hfopt.verify.guard import marked_processes
+
+FORKS_AND_HANGS = """
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+os.fork()
+open(sys.argv[1], "a").write("up\\n")
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_tempdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+def _processes_mentioning(word: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if word.encode() in (entry / "cmdline").read_bytes() or word.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def _gone(word: str, within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not _processes_mentioning(word):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_exit_codes_and_signals_are_told() -> None:
+    with child.scratch_folder() as folder:
+        ended = child.run([sys.executable, "-S", "-c", "raise SystemExit(7)"], folder=folder, timeout_s=30, env=os.environ)
+        assert (ended.reason, ended.returncode) == ("exit", 7)
+        kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+        ended = child.run([sys.executable, "-S", "-c", kills_itself], folder=folder, timeout_s=30, env=os.environ)
+        assert (ended.reason, ended.returncode) == ("exit", -signal.SIGTERM)
+
+
+def test_a_command_that_does_not_exist_is_said() -> None:
+    with child.scratch_folder() as folder, pytest.raises(DryRunError, match="/nowhere/at/all"):
+        child.run(["/nowhere/at/all"], folder=folder, timeout_s=30, env=os.environ)
+
+
+def test_a_hanging_child_and_all_it_started_are_ended_at_the_limit(tmp_path: Path) -> None:
+    word = f"up-{tmp_path.name}-{os.getpid()}"
+    with child.scratch_folder() as folder:
+        command = [sys.executable, "-S", "-c", FORKS_AND_HANGS, str(tmp_path / word)]
+        ended = child.run(command, folder=folder, timeout_s=1.5, env=os.environ | {"WORD": word})
+    assert ended.reason == "timeout"
+    assert ended.wall_s < 8
+    assert (tmp_path / word).read_text() == "up\nup\n"
+    assert _gone(word)
+
+
+PARENT = """
+import os, sys
+from hfopt.verify import child
+with child.scratch_folder() as folder:
+    sys.stdout.write("started\\n")
+    sys.stdout.flush()
+    child.run([sys.executable, "-S", "-c", sys.argv[1], sys.argv[2]], folder=folder, timeout_s=600, env=os.environ)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_killing_hfopt_at_any_moment_ends_the_child(number: signal.Signals, tmp_path: Path, own_tempdir: Path) -> None:
+    word = f"up-{tmp_path.name}-{os.getpid()}"
+    moments = random.Random(number)
+    for _ in range(3):
+        parent = subprocess.Popen(
+            [sys.executable, "-c", PARENT, FORKS_AND_HANGS, str(tmp_path / word)],
+            env=os.environ | {"WORD": word},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"started\n"
+        time.sleep(moments.uniform(0, 0.5))
+        parent.send_signal(number)
+        parent.wait(timeout=20)
+        parent.stdout.close()
+        assert _gone(word), number
+        end = time.monotonic() + 5
+        while list(own_tempdir.iterdir()) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert list(own_tempdir.iterdir()) == []
+
+
+def test_a_killed_guard_is_noticed_and_its_children_ended(tmp_path: Path) -> None:
+    word = f"up-{tmp_path.name}-{os.getpid()}"
+    killer = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", "{word}"], start_new_session=True)
+os.kill(os.getppid(), 9)
+time.sleep(600)
+"""
+    with child.scratch_folder() as folder:
+        ended = child.run([sys.executable, "-S", "-c", killer], folder=folder, timeout_s=30, env=os.environ | {"WORD": word})
+    assert ended.reason == "killed"
+    assert _gone(word)
+
+
+def test_marks_are_exact() -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], env={"HFOPT_CHILD_MARK": "abcdef"})
+    try:
+        end = time.monotonic() + 5
+        while process.pid not in marked_processes("abcdef") and time.monotonic() < end:
+            time.sleep(0.01)
+        assert marked_processes("abcdef") == [process.pid]
+        assert marked_processes("abc") == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_whose_owner_was_killed_is_swept(own_tempdir: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    dead.wait()
+    (own_tempdir / f"hfopt-{dead.pid}-left").mkdir()
+    (own_tempdir / f"hfopt-{os.getppid()}-alive").mkdir()
+    with child.scratch_folder() as folder:
+        assert sorted(path.name for path in own_tempdir.iterdir()) == sorted([folder.name, f"hfopt-{os.getppid()}-alive"])
+    (own_tempdir / f"hfopt-{os.getppid()}-alive").rmdir()
