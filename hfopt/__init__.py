@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
     # name -> module that defines it
+    "protect": "hfopt.runtime.fallback",
 }
 
 

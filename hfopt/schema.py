@@ -603,7 +603,8 @@ class OomSeen:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     requested_bytes: int | None = None
-    capacity_bytes: int | None = None
+    capacity_bytes: int | None = None  # what this process could have at most: reserved and free together
+    baseline_bytes: int | None = None  # allocated before the step began: weights, optimizer state, what else stays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,135 @@
+"""Cutting the inputs of one micro-batch into smaller ones, row by row, or saying by name why that cannot be done.
+
+A value that runs over the samples is cut: a tensor or array whose first dimension is the batch, a list of one entry per sample, and what
+is nested in dicts, lists and tuples. What is the same for all samples (numbers, strings, scalars, None) is passed on. Anything else, such
+as the offsets of packed sequences or patches of all images in one row, is ragged: where one sample ends is known to the model alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hfopt.runtime.replan import Refusal
+
+Inputs = Any  # a dict, BatchEncoding or BatchFeature
+Rows = slice | Sequence[int]
+
+PACKED_KEYS = frozenset(
+    {
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "cu_seqlens",
+        "cu_seqlens_q",
+        "cu_seqlens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "seq_lengths",
+    }
+)
+
+
+def shallow_copy(inputs: Inputs) -> Inputs:
+    """The same tensors in a new dict: models and losses pop keys from theirs."""
+    if isinstance(inputs, UserDict):
+        twin = copy.copy(inputs)
+        twin.data = dict(inputs.data)
+        return twin
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def batch_size(inputs: Inputs, main_input: str | None = None) -> int | None:
+    """How many samples: the first dimension of the main input, else of the first tensor that has one."""
+    if not isinstance(inputs, Mapping):
+        return None
+    if main_input is not None and (size := _first_dimension(inputs.get(main_input))) is not None:
+        return size
+    return next((size for value in inputs.values() if (size := _first_dimension(value)) is not None), None)
+
+
+def _first_dimension(value: Any) -> int | None:
+    if _is_array(value):
+        return int(value.shape[0]) if len(value.shape) else None
+    if isinstance(value, Mapping):
+        return batch_size(value)
+    if isinstance(value, list | tuple) and value and _is_array(value[0]):
+        return _first_dimension(value[0])
+    return None
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (hasattr(value, "shape") and hasattr(value, "dtype"))
+
+
+def why_not(inputs: Inputs, size: int | None) -> Refusal | None:
+    """None when every value can be cut by sample."""
+    if not isinstance(inputs, Mapping) or size is None:
+        return Refusal(name="ragged", reason="the batch is not a dict of tensors with the samples in the first dimension")
+    packed = sorted(PACKED_KEYS & {key for key, value in inputs.items() if value is not None})
+    if packed or (size == 1 and _restarts(inputs.get("position_ids"))):
+        return Refusal(
+            name="packed", reason=f"samples are packed into one row ({', '.join(packed) or 'position_ids start again within it'})"
+        )
+    for key, value in inputs.items():
+        if not _fits(value, size):
+            return Refusal(name="ragged", reason=f"{key!r} does not run over the {size} samples of the batch")
+    return None
+
+
+def _restarts(position_ids: Any) -> bool:
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 2 or position_ids.shape[-1] < 2:
+        return False
+    return bool((position_ids[:, 1:] < position_ids[:, :-1]).any())
+
+
+def _fits(value: Any, size: int) -> bool:
+    if value is None or isinstance(value, str | bytes | int | float | complex):
+        return True
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return False
+    if _is_array(value):
+        return not len(value.shape) or value.shape[0] == size
+    if isinstance(value, Mapping):
+        return all(_fits(inner, size) for inner in value.values())
+    if isinstance(value, list | tuple):
+        return len(value) == size or (bool(value) and all(_is_array(inner) and _fits(inner, size) for inner in value))
+    return False
+
+
+def take(inputs: Inputs, rows: Rows, size: int) -> Inputs:
+    """The given samples of a batch of `size`, as the same kind of dict."""
+    if isinstance(inputs, UserDict):
+        twin = shallow_copy(inputs)
+        twin.data = {key: _rows(value, rows, size) for key, value in inputs.items()}
+        return twin
+    return {key: _rows(value, rows, size) for key, value in inputs.items()}
+
+
+def _rows(value: Any, rows: Rows, size: int) -> Any:
+    if _is_array(value):
+        return value[rows] if len(value.shape) else value
+    if isinstance(value, Mapping):
+        return take(value, rows, size)
+    if isinstance(value, list | tuple):
+        if len(value) != size:
+            return type(value)(_rows(inner, rows, size) for inner in value)
+        picked = value[rows] if isinstance(rows, slice) else [value[row] for row in rows]
+        return type(value)(picked)
+    return value
+
+
+def split(inputs: Inputs, size: int, piece: int) -> list[Inputs]:
+    """Pieces of at most `piece` samples, in order; together they are the batch."""
+    return [take(inputs, slice(start, min(start + piece, size)), size) for start in range(0, size, piece)]
+
+
+def versions(inputs: Inputs) -> tuple[int, ...]:
+    """How often each tensor was written in place: a model that changes its inputs cannot be given them a second time."""
+    if not isinstance(inputs, Mapping):
+        return ()
+    return tuple(value._version for value in inputs.values() if isinstance(value, torch.Tensor) and not value.is_inference())

@@ -1,0 +1,236 @@
+"""What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfopt.runtime import agreement, device, oom, rng
+from hfopt.runtime.agreement import PeerFailed, Ranks, Word
+from hfopt.runtime.fit import Fit
+from hfopt.runtime.pace import Pace, after_window
+from hfopt.runtime.pieces import Pieces
+from hfopt.runtime.record import Settings, Sink
+from hfopt.runtime.replan import Refusal
+from hfopt.runtime.window import Window
+from hfopt.schema import MemoryModel, OomSeen, ReplanStep
+
+MOST_ATTEMPTS = 16  # per window: a batch of 4096 halves 12 times, and clearing and checkpointing come on top
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """An OOM after its traceback was let go. `error` is raised again, with the traceback's text, when nothing helps."""
+
+    error: BaseException
+    seen: OomSeen
+    lost: str | None = None  # why this process cannot repeat the step
+
+
+class Guard:
+    def __init__(
+        self, trainer: Any, *, memory: MemoryModel | None, log: Sink | None, settings: Settings | None, settle_after: int, grow_after: int
+    ) -> None:
+        self.trainer = trainer
+        self.refusal: Refusal | None = None
+        self.pieces = Pieces(trainer, trainer.training_step, self._before_backward)
+        self.fit = Fit(trainer, memory=memory, log=log, settings=settings)
+        self._get_batch_samples = trainer.get_batch_samples
+        self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
+        self._window: Window | None = None
+        self._ranks: Ranks | None = None
+        self._told = False  # the supervisor knows why this process ends
+
+    # ------------------------------------------------------------------------------------------ the two wrapped methods
+
+    def get_batch_samples(self, *args: Any, **more: Any) -> Any:
+        self.pieces.attach()
+        if self._ranks is None and self.trainer.args.world_size > 1 and torch.distributed.is_initialized():
+            self._ranks = Ranks()
+        batches, num_items = self._get_batch_samples(*args, **more)
+        self._window = Window.of(batches, self._pace.size)
+        return batches, num_items
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        window = self._window
+        if window is None or window.done:  # called by hand, outside the Trainer's loop
+            return self.pieces.whole(model, inputs, num_items_in_batch)
+        self._begin(window, model)
+        failure: Failure | PeerFailed
+        try:
+            if window.size is None:
+                loss = self.pieces.whole(model, inputs, num_items_in_batch)
+            else:
+                loss = self.pieces.run(model, inputs, num_items_in_batch, window.size, syncs=self._syncs(window))
+        except PeerFailed as error:
+            failure = error.with_traceback(None)
+        except oom.RAISED_AS as error:
+            found = self._failure(error, window)
+            if found is None:
+                raise
+            failure = found
+        else:
+            return self._end(window, loss)
+        return self._end(window, self._recover(window, model, num_items_in_batch, failure))
+
+    def _begin(self, window: Window, model: Any) -> None:
+        if window.index == 0:
+            window.rng = rng.snapshot()
+        window.counters = self.pieces.counters.snapshot()
+        if self._ranks is not None:
+            self._ranks.follow(model)
+            self._ranks.synchronising = False
+            if window.index == 0:
+                self._ranks.entered = False
+
+    def _end(self, window: Window, loss: torch.Tensor) -> torch.Tensor:
+        window.index += 1
+        if window.done:
+            self._pace = after_window(self._pace, window.size if window.failed else None)
+        return loss
+
+    def _syncs(self, window: Window) -> bool:
+        return self._ranks.syncs if self._ranks is not None else window.last
+
+    def _before_backward(self, model: Any) -> None:
+        """The point of agreement: the last moment at which all ranks can still turn back."""
+        ranks, window = self._ranks, self._window
+        if ranks is None or window is None or not ranks.syncs:
+            return
+        word = ranks.agree(Word(size=window.size if window.failed and window.size is not None else agreement.WHOLE))
+        if not word.well:
+            raise PeerFailed(word)
+        ranks.synchronising = True
+        if word.size != agreement.WHOLE:  # another rank had to go down in an earlier micro-batch: all remember the same
+            window.size, window.failed = word.size, True
+
+    # ------------------------------------------------------------------------------------------ recovery
+
+    def _recover(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> torch.Tensor:
+        while True:
+            self._decide(window, model, num_items, failure)
+            try:
+                return self._replay(window, model, num_items)
+            except PeerFailed as error:
+                failure = error.with_traceback(None)
+            except oom.RAISED_AS as error:
+                found = self._failure(error, window)
+                if found is None:
+                    raise
+                failure = found
+
+    def _replay(self, window: Window, model: Any, num_items: Any) -> torch.Tensor:
+        """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""
+        model.zero_grad()
+        assert window.rng is not None
+        rng.restore(window.rng)
+        for inputs in window.batches[: window.index]:
+            self.pieces.run(model, inputs, num_items, window.size, syncs=False)
+        self.pieces.counters.restore(window.counters)
+        return self.pieces.run(model, window.batches[window.index], num_items, window.size, syncs=self._syncs(window))
+
+    def _failure(self, error: BaseException, window: Window) -> Failure | None:
+        """Reads what can be read while the failed step is still alive, then lets go of it."""
+        known = oom.recognise(error)
+        if known is None:
+            return None
+        now = device.read(self.trainer.args.device)
+        inputs = window.batches[window.index]
+        size = self.pieces.size(inputs)
+        seen = OomSeen(
+            phase=self.pieces.phase,
+            step=self.trainer.state.global_step,
+            micro_batch=min(window.size or size or 1, size or 1),
+            length=_length(inputs),
+            allocated_bytes=now.allocated_bytes,
+            reserved_bytes=now.reserved_bytes,
+            requested_bytes=known.requested_bytes,
+            capacity_bytes=now.capacity_bytes,
+        )
+        lost = None if known.recoverable else "a collective ran out of memory"
+        if self._ranks is not None and self._ranks.synchronising:
+            lost = "gradients were being exchanged, so the ranks are out of step"
+        return Failure(error=_without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
+
+    def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
+        """Clears memory and goes one step down; raises when there is none left."""
+        model.zero_grad()
+        device.clear(self.trainer.args.device)
+        if isinstance(failure, PeerFailed):
+            word = failure.word
+        else:
+            word = self._own_word(window, model, num_items, failure)
+            if self._ranks is not None and self._ranks.syncs and failure.lost is None:
+                self._ranks.join_forward()
+                word = self._ranks.agree(word)
+        if self._ranks is not None:
+            self._ranks.settle()
+        if not word.alive:
+            raise failure.error if isinstance(failure, Failure) else failure
+        if not word.without_checkpointing:
+            self.fit.enable_checkpointing()
+        window.failed = True
+        window.size = word.size if word.size != agreement.WHOLE else window.size
+
+    def _own_word(self, window: Window, model: Any, num_items: Any, failure: Failure) -> Word:
+        inputs = window.batches[window.index]
+        self.refusal = window.changed_in_place() or self.pieces.refusal(model, inputs, num_items)
+        window.attempts += 1
+        piece = failure.seen.micro_batch
+        lost = failure.lost or ("sixteen attempts failed" if window.attempts > MOST_ATTEMPTS else None)
+        step = self.fit.step_down(failure.seen, refusal=self.refusal, lost=lost, cleared=piece in window.cleared)
+        if step.action == "retry_after_clearing":
+            window.cleared.add(piece)
+        if step.action in ("restart", "give_up"):
+            self._told = True
+            return Word(well=False, alive=False)
+        assert step.candidate is not None
+        size = step.candidate.per_device_batch
+        return Word(
+            well=False, size=size if size < (self.pieces.size(inputs) or 1) else agreement.WHOLE, without_checkpointing=not _enables(step)
+        )
+
+    def on_escape(self, error: BaseException) -> None:
+        """An OOM that no step could hold: says where it was and leaves the rest to the supervisor."""
+        known = oom.recognise(error)
+        if known is None or self._told:
+            return
+        self._told = True
+        window = self._window
+        after_backward = window is not None and window.done
+        now = device.read(self.trainer.args.device)
+        seen = OomSeen(
+            phase="optimizer" if after_backward else "unknown",
+            step=self.trainer.state.global_step,
+            micro_batch=self._pace.size or self._pace.full,
+            allocated_bytes=now.allocated_bytes,
+            reserved_bytes=now.reserved_bytes,
+            requested_bytes=known.requested_bytes,
+            capacity_bytes=now.capacity_bytes,
+        )
+        why = "the optimizer step had begun, so part of the weights may have moved" if after_backward else "memory ran out between steps"
+        self.fit.step_down(seen, refusal=None, lost=why, cleared=True)
+
+
+def _enables(step: ReplanStep) -> bool:
+    return step.action == "checkpointing"
+
+
+def _length(inputs: Any) -> int | None:
+    ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+    return int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error without its traceback, whose frames hold the step's tensors; its text is kept as a note."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
+        error.add_note(f"It was first raised here:\n{text}")
+    return error

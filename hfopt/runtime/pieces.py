@@ -1,0 +1,180 @@
+"""One micro-batch of a training step, whole or in pieces that add up to it exactly.
+
+`accelerator.backward` is wrapped for good: it tells forward from backward when memory runs out, and multiplies a piece's loss by the
+piece's weight, whatever `training_step` a subclass has. The pieces' losses, weighted, are summed for the Trainer's log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+
+from hfopt.runtime import chunks, exactness, rng
+from hfopt.runtime.chunks import Inputs
+from hfopt.runtime.counters import Counters
+from hfopt.runtime.exactness import LossShape, Rule, RuleName
+from hfopt.runtime.replan import Refusal
+
+Step = Callable[..., torch.Tensor]
+# a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
+_CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
+
+
+class Pieces:
+    """Runs micro-batches through the Trainer's own `training_step`."""
+
+    def __init__(self, trainer: Any, step: Step, before_backward: Callable[[Any], None]) -> None:
+        self.trainer = trainer
+        self.counters = Counters(trainer)
+        self.phase: Literal["forward", "backward"] = "forward"
+        self.rule: Rule | None = None
+        self._step = step
+        self._before_backward = before_backward
+        self._weight = 1.0
+        self._backwards = 0
+        self._model: Any = None
+        self._accelerator: Any = None
+
+    def attach(self) -> None:
+        """Wraps the accelerator's backward; again when the Trainer has made itself a new accelerator."""
+        accelerator = self.trainer.accelerator
+        if accelerator is self._accelerator:
+            return
+        self._accelerator = accelerator
+        original = accelerator.backward
+
+        def backward(loss: torch.Tensor, **more: Any) -> None:
+            self._before_backward(self._model)
+            self.phase = "backward"
+            self._backwards += 1
+            original(loss if self._weight == 1.0 else loss * self._weight, **more)
+
+        accelerator.backward = backward
+
+    def whole(self, model: Any, inputs: Inputs, num_items: Any) -> torch.Tensor:
+        self._model, self.phase, self._weight = model, "forward", 1.0
+        return self._step(model, inputs, num_items)
+
+    def run(self, model: Any, inputs: Inputs, num_items: Any, piece: int | None, *, syncs: bool) -> torch.Tensor:
+        """The loss of a micro-batch run in pieces of `piece` samples; its last piece synchronises gradients when `syncs`."""
+        size = self.size(inputs)
+        inputs = chunks.shallow_copy(inputs)
+        if size is None or piece is None or piece >= size:
+            with nullcontext() if syncs else self._accelerator.no_sync(model):
+                return self.whole(model, inputs, num_items)
+        before = self.counters.snapshot()
+        parts, shares, tokens = self._cut(model, inputs, num_items, size, piece)
+        total: torch.Tensor | None = None
+        for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            last = syncs and number == len(parts) - 1
+            with nullcontext() if last else self._accelerator.no_sync(model):
+                loss = self._one(model, part, num_items, share)
+            total = loss if total is None else total + loss
+        self.counters.merge_pieces(before, tokens)
+        assert total is not None
+        return total
+
+    def _one(self, model: Any, part: Inputs, num_items: Any, share: float) -> torch.Tensor:
+        self._model, self.phase, self._weight, self._backwards = model, "forward", share, 0
+        try:
+            loss = self._step(model, part, num_items) * share
+        finally:
+            self._weight = 1.0
+        if self._backwards != 1:
+            raise RuntimeError("hfopt: training_step does not run accelerator.backward exactly once, so its pieces cannot be weighted")
+        return loss
+
+    def _cut(self, model: Any, inputs: Inputs, num_items: Any, size: int, piece: int) -> tuple[list[Inputs], list[float], list[float]]:
+        """The pieces that count, their weights in the loss, and their shares of the labels."""
+        if self.rule is None or not self.rule.settled:
+            found = self.find_rule(model, inputs, num_items, size)
+            if isinstance(found, Refusal):
+                raise RuntimeError(f"hfopt: this micro-batch cannot be cut into pieces: {found.reason}")
+        assert self.rule is not None
+        parts = chunks.split(inputs, size, piece)
+        sizes = [min(piece, size - start) for start in range(0, size, piece)]
+        shape = self.loss_shape(inputs)
+        shares = exactness.weights(self.rule.name, parts, sizes, shape)
+        tokens = exactness.weights("counted", parts, sizes, shape)
+        counting = [number for number, share in enumerate(shares) if share > 0]
+        return [parts[n] for n in counting], [shares[n] for n in counting], [tokens[n] for n in counting]
+
+    def size(self, inputs: Inputs) -> int | None:
+        return chunks.batch_size(inputs, getattr(self.trainer.model, "main_input_name", None))
+
+    def refusal(self, model: Any, inputs: Inputs, num_items: Any) -> Refusal | None:
+        """Why this micro-batch cannot be run in pieces; settles the rule on the way."""
+        size = self.size(inputs)
+        bare = self._accelerator.unwrap_model(model)
+        refused = exactness.structural_refusal(bare, self.trainer) or chunks.why_not(inputs, size)
+        if refused is not None or size is None or size == 1 or (self.rule is not None and self.rule.settled):
+            return refused
+        found = self.find_rule(model, inputs, num_items, size)
+        return found if isinstance(found, Refusal) else None
+
+    def find_rule(self, model: Any, inputs: Inputs, num_items: Any, size: int) -> Rule | Refusal:
+        bare = self._accelerator.unwrap_model(model)
+        before, state = self.counters.snapshot(), rng.snapshot()
+        try:
+            with exactness.evaluating(bare):
+                found = exactness.find_rule(
+                    inputs, size, self.loss_shape(inputs), self._loss_of(bare, num_items), self._expected(num_items)
+                )
+        except torch.OutOfMemoryError:
+            found = Refusal(name="untried", reason="not even two samples fit without gradients")
+        except _CANNOT_TAKE_PART as error:
+            text = str(error).partition("\n")[0]
+            found = Refusal(name="indivisible", reason=f"the loss cannot be computed for a part of the batch: {text}", batch_bound=True)
+        finally:
+            self.counters.restore(before)
+            rng.restore(state)
+        if isinstance(found, Rule):
+            self.rule = found
+        return found
+
+    def _loss_of(self, bare: Any, num_items: Any) -> exactness.LossOf:
+        def loss_of(inputs: Inputs) -> float | None:
+            prepared = self.trainer._prepare_inputs(chunks.shallow_copy(inputs))
+            with self.trainer.compute_loss_context_manager():
+                loss = self.trainer.compute_loss(bare, prepared, num_items_in_batch=num_items)
+            return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+        return loss_of
+
+    def _expected(self, num_items: Any) -> tuple[RuleName, ...]:
+        """In the order of likelihood, for when two samples do not tell: is the loss divided by the window's items already?"""
+        trainer = self.trainer
+        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+        return ("sum", *exactness.MEANS) if scaled else (*exactness.MEANS, "sum")
+
+    def loss_shape(self, inputs: Inputs) -> LossShape:
+        trainer = self.trainer
+        names = ("shift_labels", "labels", *(trainer.label_names or ()))
+        label = next((name for name in names if inputs.get(name) is not None), None)
+        return LossShape(
+            label_name=label, shifted=label != "shift_labels" and _shifts_labels(trainer), tolerance=_tolerance(trainer, self._accelerator)
+        )
+
+
+def _shifts_labels(trainer: Any) -> bool:
+    known = getattr(trainer, "_loss_shifts_labels", None)
+    if known is not None:
+        return bool(known)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(trainer.accelerator.unwrap_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _tolerance(trainer: Any, accelerator: Any) -> float:
+    """How far equal losses may lie apart: the rounding of matrix products that are split differently."""
+    dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
+    if accelerator.mixed_precision in ("fp16", "bf16", "fp8") or dtypes & {torch.float16, torch.bfloat16}:
+        return 2e-2
+    if torch.backends.cuda.matmul.allow_tf32 and trainer.args.device.type == "cuda":
+        return 2e-3
+    return 2e-5

@@ -1,0 +1,156 @@
+"""After an OOM: the next step down, always at the same effective batch.
+
+The order goes from cheap to dear: the same size once more when memory was only fragmented; the largest divisor of the batch that should
+fit; gradient checkpointing; a restart with settings a running process cannot take; and last the smallest change that would fit, in words.
+
+What fits is read off a memory curve through what was seen. The memory model (when there is one) gives the shape, the OOM gives one point
+on or below the true curve: `allocated + requested` was needed and was not there. Without a model the curve is the straight line from the
+bytes that stay (weights, optimizer state) to that point; with nothing known, half the size is the guess. Pure: values in, a decision with
+its reason out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hfopt.schema import Candidate, Checkpointing, MemoryModel, OomSeen, ReplanStep
+from hfopt.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a batch cannot be cut into pieces without changing the training."""
+
+    name: str  # a stable word: batch_norm, contrastive, packed, ragged, ...
+    reason: str
+    batch_bound: bool = False  # the training depends on the per-device batch itself, so a restart must keep it too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """All that the decision rests on. `failed.per_device_batch` is the size of the pieces that ran when memory ran out."""
+
+    failed: Candidate
+    seen: OomSeen
+    memory: MemoryModel | None = None
+    cleared: bool = False  # this size has already been tried again after clearing the cache
+    can_checkpoint: bool = False  # the model supports it
+    refusal: Refusal | None = None
+    process_lost: str | None = None  # why this process cannot repeat the step: the optimizer had begun, the ranks are out of step, ...
+
+
+def next_step(situation: Situation) -> ReplanStep:
+    """The cheapest thing left that keeps the effective batch and should fit."""
+    failed, seen = situation.failed, situation.seen
+    if situation.process_lost is not None:
+        return _restart(situation, situation.process_lost)
+    if fragmented(seen) and not situation.cleared:
+        unused = format_bytes((seen.reserved_bytes or 0) - (seen.allocated_bytes or 0))
+        return ReplanStep(
+            action="retry_after_clearing", candidate=failed, reason=f"{unused} were reserved but scattered: clear and try again"
+        )
+    if situation.refusal is None and failed.per_device_batch > 1:
+        size, reason = next_size(failed, seen, situation.memory)
+        return ReplanStep(action="chunk", candidate=resized(failed, size), reason=reason)
+    if situation.can_checkpoint and not failed.checkpointing.on:
+        why = "one sample alone does not fit" if situation.refusal is None else f"cannot be cut into pieces ({situation.refusal.reason})"
+        return ReplanStep(action="checkpointing", candidate=_with_checkpointing(failed), reason=f"{why}; recompute activations instead")
+    if situation.refusal is not None and not situation.refusal.batch_bound:
+        return _restart(situation, situation.refusal.reason)
+    return _give_up(situation)
+
+
+def fragmented(seen: OomSeen) -> bool:
+    """The allocator held enough unused memory for the request, only not in one piece."""
+    if seen.allocated_bytes is None or seen.reserved_bytes is None or seen.requested_bytes is None:
+        return False
+    return seen.reserved_bytes - seen.allocated_bytes >= seen.requested_bytes
+
+
+def next_size(failed: Candidate, seen: OomSeen, memory: MemoryModel | None = None) -> tuple[int, str]:
+    """The largest divisor of the failed size that the corrected curve says will fit, and why."""
+    size = failed.per_device_batch
+    assert size > 1
+    smaller = [divisor for divisor in range(1, size) if size % divisor == 0]
+    if seen.capacity_bytes is None or _needed_bytes(seen) is None:
+        half = max(divisor for divisor in smaller if divisor <= max(1, size // 2))
+        return half, f"{size} did not fit; half is the first guess, for the device does not say what was missing"
+    fits = [divisor for divisor in smaller if _corrected_bytes(failed, divisor, seen, memory) <= seen.capacity_bytes]
+    if not fits:
+        return 1, f"{size} did not fit in {format_bytes(seen.capacity_bytes)} and the curve leaves room for one sample at most"
+    best = max(fits)
+    needed = format_bytes(_corrected_bytes(failed, best, seen, memory))
+    return best, f"{size} did not fit in {format_bytes(seen.capacity_bytes)}; {best} should need {needed}"
+
+
+def resized(candidate: Candidate, size: int) -> Candidate:
+    """The same effective batch from smaller micro-batches."""
+    product = candidate.per_device_batch * candidate.accumulation
+    assert product % size == 0, "only divisors keep the effective batch"
+    return replace(candidate, per_device_batch=size, accumulation=product // size)
+
+
+def _needed_bytes(seen: OomSeen) -> int | None:
+    if seen.allocated_bytes is None or seen.requested_bytes is None:
+        return None
+    return seen.allocated_bytes + seen.requested_bytes
+
+
+def _corrected_bytes(failed: Candidate, size: int, seen: OomSeen, memory: MemoryModel | None) -> int:
+    """What `size` samples need: the curve's shape through the point that was seen. That point exceeds the capacity by definition."""
+    assert seen.capacity_bytes is not None
+    needed = max(_needed_bytes(seen) or 0, seen.capacity_bytes + 1)
+    if memory is None:
+        fixed = min(seen.baseline_bytes or 0, needed)
+        return round(fixed + (needed - fixed) * size / failed.per_device_batch)
+    at_failed = memory(failed).device_bytes
+    at_one = memory(resized(failed, 1)).device_bytes
+    slope = (at_failed - at_one) / max(failed.per_device_batch - 1, 1)
+    fixed = round(at_one - slope)
+    stretch = max(1.0, (needed - fixed) / max(at_failed - fixed, 1))
+    return round(fixed + (memory(resized(failed, size)).device_bytes - fixed) * stretch)
+
+
+def _with_checkpointing(candidate: Candidate) -> Candidate:
+    return replace(candidate, checkpointing=Checkpointing(every_n_layers=1))
+
+
+def _restart(situation: Situation, why: str) -> ReplanStep:
+    """Settings for a new process: smaller pieces where that keeps the training, else checkpointing."""
+    failed, bound = situation.failed, situation.refusal is not None and situation.refusal.batch_bound
+    if failed.per_device_batch > 1 and not bound:
+        size, reason = next_size(failed, situation.seen, situation.memory)
+        return ReplanStep(action="restart", candidate=resized(failed, size), reason=f"{why}; {reason}")
+    if situation.can_checkpoint and not failed.checkpointing.on:
+        return ReplanStep(action="restart", candidate=_with_checkpointing(failed), reason=f"{why}; with gradient checkpointing")
+    return _give_up(situation)
+
+
+def _give_up(situation: Situation) -> ReplanStep:
+    failed, seen = situation.failed, situation.seen
+    tried = f"{failed.per_device_batch} sample{'s' if failed.per_device_batch > 1 else ''} at a time"
+    if failed.checkpointing.on:
+        tried += " with gradient checkpointing"
+    why = f"; smaller pieces would change the training ({situation.refusal.reason})" if situation.refusal is not None else ""
+    return ReplanStep(
+        action="give_up",
+        candidate=None,
+        reason=f"{tried} does not fit and nothing is left to try{why}",
+        smallest_change=_smallest_change(seen),
+    )
+
+
+def _smallest_change(seen: OomSeen) -> str:
+    needed = _needed_bytes(seen)
+    if needed is None or seen.capacity_bytes is None:
+        shorter = f"shorter samples (this one has {seen.length} tokens), " if seen.length else "smaller samples, "
+        return f"{shorter}adapters (LoRA) in place of full training, or a device with more memory"
+    needed = max(needed, seen.capacity_bytes + 1)
+    missing = f"at least {format_bytes(needed - seen.capacity_bytes)} more memory"
+    fixed = seen.baseline_bytes or 0
+    if seen.length and fixed < seen.capacity_bytes:
+        length = int(seen.length * (seen.capacity_bytes - fixed) / (needed - fixed))
+        return f"samples of at most about {length} tokens (this one has {seen.length}), or {missing}"
+    if fixed >= seen.capacity_bytes:
+        return f"adapters (LoRA) or a smaller optimizer state: what stays on the device leaves no room for a sample; or {missing}"
+    return missing
