@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 import typer
-
-if TYPE_CHECKING:
-    from hfopt.schema import Gpu
 
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
@@ -18,7 +15,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 def _complete(incomplete: str) -> list[str]:
     from hfopt.hardware import catalog
 
-    return [gpu.name for gpu in catalog.cards() if incomplete.lower() in gpu.name.lower()]
+    return [entry.name for entry in catalog.entries() if incomplete.lower() in entry.name.lower()]
 
 
 def gpus(
@@ -38,54 +35,52 @@ def gpus(
     """
     from hfopt.hardware import catalog
 
-    found = catalog.matching(name) if name is not None else catalog.cards()
+    found = [entry.figures for entry in (catalog.matching(name) if name is not None else catalog.entries())]
     if as_json:
-        sys.stdout.write(json.dumps([asdict(gpu) for gpu in found], indent=2) + "\n")
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
     elif name is not None and len(found) == 1:
         sys.stdout.write(_in_full(found[0]))
     else:
         sys.stdout.write(_table(found))
 
 
-def _table(cards: tuple[Gpu, ...]) -> str:
-    width = max(len(gpu.name) for gpu in cards)
+def _table(cards: list[Mapping[str, Any]]) -> str:
+    width = max(len(card["name"]) for card in cards)
     lines = [
         f"{'':{width}}  {'memory':>10}  {'GB/s':>5}  {'SMs':>4}  {'cap.':>4}  " + "  ".join(f"{p:>6}" for p in _PRECISIONS) + "    watts"
     ]
-    for gpu in cards:
-        peaks = "  ".join(f"{_tflops(gpu, precision):>6}" for precision in _PRECISIONS)
+    for card in cards:
+        peaks = "  ".join(f"{_tflops(card, precision):>6}" for precision in _PRECISIONS)
         lines.append(
-            f"{gpu.name:{width}}  {gpu.memory_bytes / 2**20:>6,.0f} MiB  {(gpu.bandwidth_bytes_per_s or 0) / 1e9:>5.0f}  {gpu.sms or '':>4}"
-            f"  {_capability(gpu):>4}  {peaks}  {gpu.power_limit_w or 0:>7.0f}"
+            f"{card['name']:{width}}  {card['memory_bytes'] / 2**20:>6,.0f} MiB  {card['bandwidth_bytes_per_s'] / 1e9:>5.0f}"
+            f"  {card['sms']:>4}  {_capability(card):>4}  {peaks}  {card['power_limit_w']:>7.0f}"
         )
     return "\n".join(lines) + "\npeaks in TFLOP/s, dense, float32 accumulation\n"
 
 
-def _in_full(gpu: Gpu) -> str:
+def _in_full(card: Mapping[str, Any]) -> str:
     from hfopt.units import format_bytes
 
+    usable, nvlink = card["usable_bytes"], card["nvlink_bytes_per_s"]
     rows = [
-        ("memory", f"{format_bytes(gpu.memory_bytes)} as the driver reports it"),
-        ("usable", f"{format_bytes(gpu.usable_bytes)} as CUDA shows it to a program" if gpu.usable_bytes else None),
-        ("bandwidth", f"{gpu.bandwidth_bytes_per_s / 1e9:,.0f} GB/s" if gpu.bandwidth_bytes_per_s else None),
-        ("SMs", str(gpu.sms)),
-        ("capability", _capability(gpu)),
-        *(
-            (f"peak {precision}", f"{_tflops(gpu, precision)} TFLOP/s" if precision in gpu.peak_flops else "no")
-            for precision in _PRECISIONS
-        ),
-        ("power", f"{gpu.power_limit_w:.0f} W" if gpu.power_limit_w else None),
-        ("PCIe", f"{gpu.pcie_bytes_per_s / 1e9:.1f} GB/s each way" if gpu.pcie_bytes_per_s else None),
-        ("NVLink", f"{gpu.nvlink_bytes_per_s / 1e9:.0f} GB/s each way" if gpu.nvlink_bytes_per_s else None),
-        ("source", gpu.source),
+        ("memory", f"{format_bytes(card['memory_bytes'])} as the driver reports it"),
+        ("usable", f"{format_bytes(usable)} as CUDA shows it to a program" if usable else None),
+        ("bandwidth", f"{card['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"),
+        ("SMs", str(card["sms"])),
+        ("capability", _capability(card)),
+        *((f"peak {precision}", f"{_tflops(card, precision)} TFLOP/s") for precision in card["peak_flops"]),
+        ("power", f"{card['power_limit_w']:.0f} W"),
+        ("PCIe", f"{card['pcie_bytes_per_s'] / 1e9:.1f} GB/s each way"),
+        ("NVLink", f"{nvlink / 1e9:.0f} GB/s each way" if nvlink else None),
+        ("source", card["source"]),
     ]
-    return f"{gpu.name}\n" + "".join(f"  {label:<11} {value}\n" for label, value in rows if value is not None)
+    return f"{card['name']}\n" + "".join(f"  {label:<11} {value}\n" for label, value in rows if value is not None)
 
 
-def _tflops(gpu: Gpu, precision: str) -> str:
-    peak = gpu.peak_flops.get(precision)
+def _tflops(card: Mapping[str, Any], precision: str) -> str:
+    peak = card["peak_flops"].get(precision)
     return "-" if peak is None else f"{peak / 1e12:.1f}" if peak < 1e15 else f"{peak / 1e12:.0f}"
 
 
-def _capability(gpu: Gpu) -> str:
-    return f"{gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else "-"
+def _capability(card: Mapping[str, Any]) -> str:
+    return "{}.{}".format(*card["capability"])

@@ -6,18 +6,19 @@ if they differ only in form factor (A100-80GB: SXM or PCIe) the slowest is taken
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
-from typing import Any
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HardwareError
 from hfopt.hardware.names import plain, size_gb, without_size, words
-from hfopt.schema import Gpu
 from hfopt.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from hfopt.schema import Gpu
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,12 +33,22 @@ class UnknownCardError(HardwareError):
     """No card of that name; the hint has the nearest."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A card and every name it goes by."""
+    """A card and every name it goes by. `figures` are the arguments of schema.Gpu, so that listing cards need not load the schema."""
 
-    gpu: Gpu
-    names: tuple[str, ...]  # the catalog's first, then NVML's
+    def __init__(self, figures: Mapping[str, Any], nvml_names: Iterable[str]) -> None:
+        self.figures = figures
+        self.names: tuple[str, ...] = (figures["name"], *nvml_names)
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        from hfopt.schema import Gpu
+
+        return Gpu(**self.figures)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def spellings(self) -> tuple[frozenset[str], ...]:
@@ -62,12 +73,12 @@ def find(name: str) -> Gpu:
     return lookup(name).gpu
 
 
-def matching(name: str) -> tuple[Gpu, ...]:
+def matching(name: str) -> tuple[Entry, ...]:
     """All cards the name fits equally well, at least one."""
     found = _candidates(name)
     if not found:
         raise _unknown(name)
-    return tuple(entry.gpu for entry in found)
+    return tuple(found)
 
 
 def lookup(name: str, *, memory_bytes: int | None = None) -> Match:
@@ -106,12 +117,14 @@ def reckon(gpu: Gpu, *, cores: int | None, clock_mhz: float | None) -> Gpu:
 
 def nearest(name: str, count: int = 5) -> tuple[str, ...]:
     """The catalog names most like this one."""
+    from difflib import SequenceMatcher
+
     wanted = " ".join(sorted(without_size(words(name)))) or name.lower()
 
-    def likeness(gpu: Gpu) -> float:
-        return difflib.SequenceMatcher(None, wanted, " ".join(sorted(without_size(words(gpu.name))))).ratio()
+    def likeness(entry: Entry) -> float:
+        return SequenceMatcher(None, wanted, " ".join(sorted(without_size(words(entry.name))))).ratio()
 
-    return tuple(gpu.name for gpu in sorted(cards(), key=likeness, reverse=True)[:count])
+    return tuple(entry.name for entry in sorted(entries(), key=likeness, reverse=True)[:count])
 
 
 def _candidates(name: str) -> list[Entry]:
@@ -119,13 +132,13 @@ def _candidates(name: str) -> list[Entry]:
     wanted, size = words(name), size_gb(words(name))
     if not without_size(wanted):
         return []
-    fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.gpu.memory_bytes, size)]
+    fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.figures["memory_bytes"], size)]
     kinds: tuple[Callable[[Entry], bool], ...] = (
-        lambda entry: plain(entry.gpu.name) == plain(name),
+        lambda entry: plain(entry.name) == plain(name),
         lambda entry: plain(name) in map(plain, entry.names),
-        lambda entry: wanted == words(entry.gpu.name),
+        lambda entry: wanted == words(entry.name),
         lambda entry: wanted in entry.spellings,
-        lambda entry: without_size(wanted) == without_size(words(entry.gpu.name)),
+        lambda entry: without_size(wanted) == without_size(words(entry.name)),
         lambda entry: any(without_size(wanted) <= spelling for spelling in entry.spellings),
     )
     for fits in kinds:
@@ -157,7 +170,7 @@ def _listed(gpus: Iterable[Gpu], limit: int = 10) -> str:
 @cache
 def table() -> Mapping[str, Any]:
     """The file as it is, read once."""
-    read: Mapping[str, Any] = tomllib.loads(files("hfopt.hardware").joinpath("gpus.toml").read_text(encoding="utf-8"))
+    read: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
     return read
 
 
@@ -169,21 +182,21 @@ def entries() -> tuple[Entry, ...]:
 
 def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
     boost_hz, tensor_hz = card["boost_mhz"] * 1e6, card.get("tensor_mhz", card["boost_mhz"]) * 1e6
-    gpu = Gpu(
-        name=card["name"],
-        memory_bytes=card["memory_mib"] * MIB,
-        usable_bytes=card["usable_mib"] * MIB if "usable_mib" in card else None,
-        capability=(architecture["capability"][0], architecture["capability"][1]),
-        sms=card["sms"],
-        bandwidth_bytes_per_s=card["bandwidth_gb_s"] * 1e9,
-        peak_flops={
+    figures = {
+        "name": card["name"],
+        "memory_bytes": card["memory_mib"] * MIB,
+        "usable_bytes": card["usable_mib"] * MIB if "usable_mib" in card else None,
+        "capability": (architecture["capability"][0], architecture["capability"][1]),
+        "sms": card["sms"],
+        "bandwidth_bytes_per_s": card["bandwidth_gb_s"] * 1e9,
+        "peak_flops": {
             precision: card["sms"] * rate * (boost_hz if precision == "fp32" else tensor_hz)
             for precision, rate in architecture["flops_per_sm_clock"].items()
         },
-        power_limit_w=card["power_w"],
-        pcie_bytes_per_s=PCIE_BYTES_PER_S_PER_LANE[card["pcie_generation"]] * card["pcie_lanes"],
-        nvlink_bytes_per_s=card["nvlink_gb_s"] * 1e9 if "nvlink_gb_s" in card else None,
-        catalog_name=card["name"],
-        source=card["source"],
-    )
-    return Entry(gpu=gpu, names=(card["name"], *card.get("nvml", ())))
+        "power_limit_w": card["power_w"],
+        "pcie_bytes_per_s": PCIE_BYTES_PER_S_PER_LANE[card["pcie_generation"]] * card["pcie_lanes"],
+        "nvlink_bytes_per_s": card["nvlink_gb_s"] * 1e9 if "nvlink_gb_s" in card else None,
+        "catalog_name": card["name"],
+        "source": card["source"],
+    }
+    return Entry(figures, card.get("nvml", ()))

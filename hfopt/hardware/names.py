@@ -13,36 +13,36 @@ _NOISE = frozenset(
 )
 _SYNONYMS = {"mobile": "laptop", "notebook": "laptop", "ws": "workstation"}
 _REWRITES = (
-    (re.compile(r"titan[\s_-]*(rtx|xp|x|v)\b"), r"titan\1"),  # here 'rtx' is the name
-    (re.compile(r"max[\s_-]*q"), "maxq"),
-    (re.compile(r"(\d+)\s*gi?b\b"), r" \1gb "),
-    (re.compile(r"\bsxm\d?\b"), "sxm"),
-    (re.compile(r"\bpci-?e\b"), "pcie"),
-    (re.compile(r"\b(rtx|gtx)(?=[a\d])"), r"\1 "),
-    (re.compile(r"\b(\d{4})(ti|super|m|d|s)\b"), r"\1 \2"),
-    (re.compile(r"\b(\d{4})\s*(ti)?\s*m\b"), r"\1 \2 laptop"),
-    (re.compile(r"\b(\d{4}(?:\s*ti)?)\s*s\b"), r"\1 super"),
-    (re.compile(r"\btisuper\b"), "ti super"),
+    (r"titan[\s_-]*(rtx|xp|x|v)\b", r"titan\1"),  # here 'rtx' is the name
+    (r"max[\s_-]*q", "maxq"),
+    (r"(\d+)\s*gi?b\b", r" \1gb "),
+    (r"\bsxm\d?\b", "sxm"),
+    (r"\bpci-?e\b", "pcie"),
+    (r"\b(rtx|gtx)(?=[a\d])", r"\1 "),
+    (r"\b(\d{4})(ti|super|m|d|s)\b", r"\1 \2"),
+    (r"\b(\d{4})\s*(ti)?\s*m\b", r"\1 \2 laptop"),
+    (r"\b(\d{4}(?:\s*ti)?)\s*s\b", r"\1 super"),
+    (r"\btisuper\b", "ti super"),
 )
-_SIZE = re.compile(r"^(\d+)gb$")
+_SIZE = r"(\d+)gb"
 
 
 def words(name: str) -> frozenset[str]:
     """The words of a name that tell cards apart."""
     text = name.lower()
     for pattern, replacement in _REWRITES:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     found = re.findall(r"\d+g\.\d+gb|[a-z]*\d+[a-z]*|[a-z]+", text)
     return frozenset(_SYNONYMS.get(word, word) for word in found if word not in _NOISE)
 
 
 def size_gb(found: frozenset[str]) -> int | None:
     """The memory size among the words ('80gb' -> 80), if there is one."""
-    return next((int(match[1]) for word in found if (match := _SIZE.match(word))), None)
+    return next((int(match[1]) for word in found if (match := re.fullmatch(_SIZE, word))), None)
 
 
 def without_size(found: frozenset[str]) -> frozenset[str]:
-    return frozenset(word for word in found if not _SIZE.match(word))
+    return frozenset(word for word in found if not re.fullmatch(_SIZE, word))
 
 
 def plain(name: str) -> str:

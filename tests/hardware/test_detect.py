@@ -91,7 +91,7 @@ def test_one_product_name_for_two_memory_sizes(driver: NvmlStandin) -> None:
     }
 
 
-@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.gpu.name)
+@pytest.mark.parametrize("entry", catalog.entries(), ids=lambda entry: entry.name)
 def test_every_name_nvml_gives_a_card_is_known(entry: catalog.Entry) -> None:
     for name in entry.names[1:] or entry.names:
         for product in (f"NVIDIA {name}", name, f"NVIDIA {name.removesuffix(' GPU')} GPU"):
