@@ -41,7 +41,7 @@ def check(
     loaded = load_bytes(source, name, section=section, world_size=world_size)
     edited = upgraded(loaded) if upgrade else None
     if as_json:
-        text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, default=str) + "\n"
+        text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         write_out(text.encode(), None if upgrade else output)
     else:
         _tell(loaded, edited)

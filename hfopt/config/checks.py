@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hfopt.config.dialects import Dialect
 from hfopt.config.document import Document, Entry
 from hfopt.config.installed import Field, Installed
 from hfopt.config.keys import ALIASES, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
@@ -36,12 +37,12 @@ class Read:
 
 
 class SectionReader:
-    """Reads one section of a document. `lenient_numbers`: the tool that reads this file makes numbers of number-like text itself."""
+    """Reads one section of a document, as the tool reads it whose dialect it is in."""
 
-    def __init__(self, document: Document, section: Section, present: Installed, *, lenient_numbers: str | None) -> None:
+    def __init__(self, document: Document, section: Section, present: Installed, dialect: Dialect) -> None:
         self.document, self.section, self.present = document, section, present
         self.values: dict[str, Any] = document.value(section.path)
-        self.lenient_numbers = lenient_numbers
+        self.dialect = dialect
         self.args: dict[str, Any] = {}
         self.found: list[Found] = []
 
@@ -59,7 +60,7 @@ class SectionReader:
         field = self._field(key)
         if field is not None:
             self._take(key, key, self._judge(key, key, value, field))
-        elif key in GONE:
+        elif key in GONE and key not in self.dialect.still_takes:
             self._read_gone(key, value, GONE[key])
         elif self.section.keys.get(ALIASES.get(key, "")) == key:
             self._read_alias(key, value)
@@ -70,14 +71,18 @@ class SectionReader:
             self._read_unknown(key)
 
     def _take(self, key: str, written: str, verdict: Verdict) -> None:
-        if verdict.usable is not None and not is_secret(written, verdict.usable):
+        if is_secret(written, verdict.usable):
+            message = f"{written} is written out in the file: whoever has the file has the account"
+            self._say(written, "secret", "warning", message, "drop the line and run `hf auth login`, or set HF_TOKEN")
+        elif verdict.usable is not None:
             self.args[key] = verdict.usable
 
     def _judge(self, key: str, written: str, value: Any, field: Field) -> Verdict:
         value = resolve(value, self.document.data)
         verdict = judge(key, value, field)
-        if verdict.code == "number_as_string" and self.lenient_numbers:
-            verdict = replace(verdict, severity="note", message=f"{verdict.message}; {self.lenient_numbers} reads it as one")
+        if verdict.code == "number_as_string" and self.dialect.number_text != "error":
+            message = f"{verdict.message}; {self.dialect.name} makes it one, HfArgumentParser does not"
+            verdict = replace(verdict, severity=self.dialect.number_text, message=message)
         if verdict.code is not None:
             repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if verdict.repair else ()
             self._say(
@@ -101,12 +106,20 @@ class SectionReader:
             self._say(key, "alias", "note", f"{key} is read as {real}", None)
 
     def _read_gone(self, key: str, value: Any, gone: Gone) -> None:
+        new: Any
         version = self.present.version
         target = gone.to if gone.to is not None and self._field(gone.to) is not None else None
-        if gone.by_hand or (gone.to is not None and target is None):
+        if gone.inside is not None and target is not None and not self._already(target, key):
+            new = {gone.inside: value}
+            self.args[target] = new
+            repair = (Operation(path=self.section.path, key=key, rename_to=target, after=new),)
+            fix = f"{target}: {{{gone.inside}: {shown(key, value)}}}"
+            self._say(key, "renamed_key", "error", f"{key} is gone from transformers {version}: {gone.why}", fix, repair)
+            return
+        if gone.by_hand or gone.inside is not None or (gone.to is not None and target is None):
             self._say(key, "removed_key", "error", f"{key} is gone from transformers {version}: {gone.why}", None)
             return
-        new: Any = value if gone.values is None else gone.values.get(value) if isinstance(value, bool) else None
+        new = value if gone.values is None else gone.values.get(value) if isinstance(value, bool) else None
         if target is None or new is None or self._already(target, key):
             why = f"; {target} is set already" if target and new is not None else ""
             repair = (Operation(path=self.section.path, key=key, remove=True),)

@@ -37,8 +37,8 @@ def edit(loaded: Loaded, changes: Sequence[Change]) -> Edited:
     for change in changes:
         home = loaded.homes.get(change.key)
         path, key = (home.path, home.key) if home is not None else (loaded.layout.main.path, change.key)
-        if home is not None or change.after is not None:
-            operations.append(Operation(path=path, key=key, after=change.after, remove=change.after is None))
+        after = change.after if home is None or home.word is None else home.word.say(change.after)
+        operations.append(Operation(path=path, key=key, after=after, remove=after is None))
     return apply(loaded.document, operations)
 
 
@@ -69,7 +69,7 @@ def apply(document: Document, operations: Sequence[Operation]) -> Edited:
     for operation in todo:
         _perform(wanted, operation)
     splicer = Splicer(document)
-    for operation in (*todo, *_pins(document, todo)):
+    for operation in sorted((*todo, *_pins(document, todo)), key=lambda operation: not operation.remove):
         splicer.perform(operation)
     data = splicer.result().encode("utf-8")
     return Edited(data=data, document=_verified(data, wanted, document), stale_comments=stale_comments(document, todo))

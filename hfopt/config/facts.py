@@ -46,7 +46,7 @@ class Facts:
 
     def number(self, *names: str) -> float | None:
         for _, value in self.all(*names):
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and value.bit_length() < 64):
                 return float(value)
         return None
 
@@ -61,7 +61,7 @@ def whole_number(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
-        return value
+        return value if value.bit_length() < 64 else None
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, str):

@@ -27,6 +27,7 @@ class Gone:
     to: str | None
     why: str
     values: Mapping[Any, Any] | None = None  # old -> new; the new None drops the key
+    inside: str | None = None  # it is an entry of the mapping `to` now
     by_hand: bool = False  # the new place is not one key: told, not done
 
 
@@ -65,9 +66,9 @@ GONE: dict[str, Gone] = {
     "mp_parameters": Gone(to=None, why="SageMaker model parallelism is gone"),
     "use_legacy_prediction_loop": Gone(to=None, why="there is one prediction loop"),
     "tp_size": Gone(to="parallelism_config", why="tensor parallelism is set in accelerate's ParallelismConfig", by_hand=True),
-    "fsdp_min_num_params": Gone(to="fsdp_config", why="now `fsdp_config: {min_num_params: ...}`", by_hand=True),
+    "fsdp_min_num_params": Gone(to="fsdp_config", inside="min_num_params", why="an entry of fsdp_config in v5"),
     "fsdp_transformer_layer_cls_to_wrap": Gone(
-        to="fsdp_config", why="now `fsdp_config: {transformer_layer_cls_to_wrap: ...}`", by_hand=True
+        to="fsdp_config", inside="transformer_layer_cls_to_wrap", why="an entry of fsdp_config in v5"
     ),
     "sharded_ddp": Gone(to="fsdp", why="fairscale is gone; use fsdp", by_hand=True),
     "xpu_backend": Gone(to="ddp_backend", why="its old name"),

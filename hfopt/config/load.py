@@ -5,6 +5,7 @@ The job's arguments have current names and right types even where the file does 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any
 from hfopt.config.checks import Found, SectionReader
 from hfopt.config.combined import check_together
 from hfopt.config.data_facts import read_data
+from hfopt.config.dialects import Dialect, Word, dialect_of, implied
 from hfopt.config.document import Document, NodePath, parse, read_bytes
 from hfopt.config.facts import Facts
 from hfopt.config.foreign import tool_of
 from hfopt.config.installed import Installed, installed
 from hfopt.config.keys import ACCUMULATION, BATCH, GONE
-from hfopt.config.model_facts import is_llama_factory, read_model, trainer_kind
+from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
 from hfopt.schema import Problem, TrainJob
@@ -31,6 +33,7 @@ class Home:
 
     path: NodePath
     key: str
+    word: Word | None = None  # the tool's own way to say it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,18 +87,20 @@ class _Reading:
         args: dict[str, Any] = {}
         homes: dict[str, Home] = {}
         found: list[Found] = []
+        trainer = trainer_kind(self.facts, self.document.path)
+        dialect = dialect_of(self.facts, trainer)
         for section in self.layout.all:
-            read = SectionReader(self.document, section, self.present, lenient_numbers=self._lenient()).read()
+            read = SectionReader(self.document, section, self.present, dialect).read()
             found.extend(read.found)
             if section not in self.layout.rivals:
                 args = {**read.args, **args}
                 homes = {**self._homes(section), **homes}
         job = None
         if self.layout.main is not None:
-            trainer = trainer_kind(self.facts, self.document.path)
+            homes = {**self._words(dialect, self.layout.main), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
-            if not any(item.problem.key in _batch_names(homes) and item.problem.severity == "error" for item in _unusable(found)):
-                job = self._job(args, trainer, homes)
+            if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
+                job = self._job({**implied(dialect, self.facts), **args}, trainer, homes)
         problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file())
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(
@@ -108,8 +113,13 @@ class _Reading:
             found=tuple(found),
         )
 
-    def _lenient(self) -> str | None:
-        return "LLaMA-Factory (OmegaConf)" if is_llama_factory(self.facts) else None
+    def _words(self, dialect: Dialect, main: Section) -> dict[str, Home]:
+        """Where the tool looks for arguments that it calls otherwise, set in the file or not."""
+        found: dict[str, Home] = {}
+        for name, word in dialect.words.items():
+            path = next((path[:-1] for path, _ in self.facts.all(word.key)), main.path)
+            found[name] = Home(path=path, key=word.key, word=word)
+        return found
 
     def _homes(self, section: Section) -> dict[str, Home]:
         homes: dict[str, Home] = {}
@@ -163,8 +173,8 @@ class _Reading:
 
 
 def _unusable(found: list[Found]) -> Iterator[Found]:
-    codes = {"unresolved", "wrong_type", "bad_value"}
-    yield from (item for item in found if item.problem.code in codes)
+    codes = {"unresolved", "wrong_type", "bad_value", "null_value"}
+    yield from (item for item in found if item.problem.code in codes and item.problem.severity == "error")
 
 
 def _batch_names(homes: Mapping[str, Home]) -> set[str]:
@@ -182,7 +192,8 @@ _KEEP = re.compile(r"#\s*hfopt:\s*keep\b[ \t]*:?[ \t]*([\w, \t]*)")
 def _kept(document: Document, homes: Mapping[str, Home]) -> frozenset[str]:
     """`# hfopt: keep` keeps the key of its line, or of the next line when it stands alone; `# hfopt: keep a, b` keeps a and b."""
     kept: set[str] = set()
-    lines = document.text.splitlines()
+    starts = (*document.line_starts, len(document.text))
+    lines = [document.text[start:end].rstrip("\r\n") for start, end in itertools.pairwise(starts)]
     by_line: dict[int, str] = {}
     for name, home in homes.items():
         node = document.node(home.path)

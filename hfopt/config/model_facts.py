@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from hfopt.config.dialects import is_llama_factory
 from hfopt.config.facts import Facts
 from hfopt.schema import Lora, ModelSpec, Quantization, Task
 
@@ -61,6 +62,7 @@ _TASKS: dict[str, Task] = {
     "featureextraction": "embedding",
     "sentencesimilarity": "embedding",
     "imagetexttotext": "image_text",
+    "transcribe": "speech_seq2seq",
     "vision2seq": "image_text",
     "imagetotext": "image_text",
     "visualquestionanswering": "image_text",
@@ -115,17 +117,10 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     )
 
 
-def is_llama_factory(facts: Facts) -> bool:
-    return (
-        facts.has("finetuning_type")
-        or (facts.has("stage") and facts.has("template"))
-        or (facts.has("cutoff_len") and facts.has("template"))
-    )
-
-
 def _name(facts: Facts) -> str | None:
     direct = facts.text(
         *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "model_path", "base_model_name_or_path"),
+        *("load_from_pretrained_path", "encoder_name_or_path"),
         *("base_model_name", "base_model_id", "base_model", "pretrained_model_name", "pretrained_model", "model_checkpoint", "model_repo"),
         not_under=_NOT_THE_MODEL,
     )
@@ -222,7 +217,8 @@ _LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "lo
 
 
 def _first(*values: Any) -> float:
-    return next(float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    numbers = (value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    return next(float(value) for value in numbers if isinstance(value, float) or value.bit_length() < 64)
 
 
 def _target(target: Any) -> tuple[str, ...] | str | None:

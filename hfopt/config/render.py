@@ -66,7 +66,7 @@ def _string(value: str, old: str, flow: bool) -> str:
     if quote == "'" and _fits_single_quotes(value):
         return "'" + value.replace("'", "''") + "'"
     if quote == '"' or not _fits_plain(value, flow):
-        return json.dumps(value, ensure_ascii=False) if _fits_single_quotes(value) else json.dumps(value)
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1 << 30).rstrip("\n")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -21,14 +22,20 @@ def shown(key: str, value: Any) -> str:
         return HIDDEN
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
     text = _FORMS.sub(HIDDEN, repr(value) if isinstance(value, str) else str(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def scrub(value: Any, key: str = "") -> Any:
-    """The same value with every credential in it replaced."""
+    """The same value as JSON can say it, with every credential in it replaced."""
     if isinstance(value, dict):
-        return {name: scrub(inner, str(name)) for name, inner in value.items()}
-    if isinstance(value, list):
+        return {str(name): scrub(inner, str(name)) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
         return [scrub(inner, key) for inner in value]
-    return HIDDEN if is_secret(key, value) else value
+    if isinstance(value, bool | None) or (isinstance(value, int) and value.bit_length() <= 128):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return HIDDEN if is_secret(key, value) else value if isinstance(value, str) else shown(key, value)

@@ -12,6 +12,8 @@ from hfopt.config.render import render
 from hfopt.config.values import same
 from hfopt.errors import ConfigError
 
+_NEWLINE = re.compile(r"\r\n|\r|\n")
+
 
 class Splicer:
     """Collects replacements of text spans and new lines; `result()` makes them all at once."""
@@ -20,17 +22,19 @@ class Splicer:
         self.document, self.text = document, document.text
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.replacements: list[tuple[int, int, int, str]] = []  # start, end, order, text
+        self.removed: set[int] = set()  # key offsets of entries that go
         self.own_keys: dict[NodePath, list[tuple[str, Any]]] = {}  # for sections that are an alias as a whole
 
     def result(self) -> str:
         for path, pairs in self.own_keys.items():
             self._open_alias(path, pairs)
-        text, last = self.text, len(self.text) + 1
-        for start, end, _, new in sorted(self.replacements, reverse=True):
-            if end > last:
+        parts, done = [], 0
+        for start, end, _, new in sorted(self.replacements):
+            if start < done and new:
                 raise ConfigError(f"{self.document.path}: two changes touch the same place; nothing was changed")
-            text, last = text[:start] + new + text[end:], start
-        return text
+            parts += [self.text[done:start], new]
+            done = max(done, end)
+        return "".join([*parts, self.text[done:]])
 
     def perform(self, operation: Operation) -> None:
         if operation.inherited:
@@ -87,7 +91,13 @@ class Splicer:
     def _set(self, node: Node, entry: Entry, value: Any, before: Any) -> None:
         use = entry.value
         old = use.node
-        if use.alias is None and isinstance(before, dict) and isinstance(value, dict) and old.anchor is None and old.entries:
+        if (
+            use.alias is None
+            and isinstance(before, dict)
+            and isinstance(value, dict)
+            and old.anchor is None
+            and before.keys() & value.keys()
+        ):
             self._set_inside(old, value, before)
             return
         source = self.text[use.start : use.end]
@@ -107,7 +117,7 @@ class Splicer:
         self._replace(use.start, use.end, new)
 
     def _set_inside(self, mapping: Node, wanted: dict[Any, Any], before: dict[Any, Any]) -> None:
-        """A mapping becomes another key by key, so that what is the same stays as it is written."""
+        """A mapping becomes another key by key, so that what is the same stays as it is written; the two share a key."""
         for entry in mapping.entries:
             if entry.key not in wanted:
                 self._remove(mapping, entry.key)
@@ -128,7 +138,7 @@ class Splicer:
     # ------------------------------------------------------------------ add
 
     def _add(self, node: Node, key: str, value: Any) -> None:
-        own = [entry for entry in node.entries if entry.key or entry.merge]
+        own = [entry for entry in node.entries if entry.key_start not in self.removed]
         if not own:
             self._replace(node.start, node.end, "{" + render(key, flow=True) + ": " + render(value, flow=True) + "}")
             return
@@ -139,7 +149,11 @@ class Splicer:
         indent = " " * (self.document.place(neighbour.key_start).column - 1)
         lines = self._block_lines(key, value, indent)
         end = self._line_end(neighbour.value.end)
-        self._replace(end, end, "".join(self.newline + line for line in lines))
+        following = _NEWLINE.match(self.text, end)
+        if following is None:  # the last line, without a newline: it stays so
+            self._replace(end, end, "".join(self.newline + line for line in lines))
+        else:
+            self._replace(following.end(), following.end(), "".join(line + self.newline for line in lines))
 
     def _block_lines(self, key: str, value: Any, indent: str) -> list[str]:
         if isinstance(value, dict) and value:
@@ -148,9 +162,8 @@ class Splicer:
         return [f"{indent}{render(key)}: {render(value)}"]
 
     def _line_end(self, offset: int) -> int:
-        match = re.compile(r"\r\n|\r|\n|\Z").search(self.text, offset)
-        assert match is not None
-        return match.start()
+        match = _NEWLINE.search(self.text, offset)
+        return match.start() if match is not None else len(self.text)
 
     def _add_in_flow(self, node: Node, neighbour: Entry, key: str, value: Any) -> None:
         json_style = self._is_json(node)
@@ -176,6 +189,7 @@ class Splicer:
         for position, entry in enumerate(entries):
             if entry.key != key or entry.merge:
                 continue
+            self.removed.add(entry.key_start)
             if entry.value.alias is None and entry.value.node.anchor is not None:
                 self._hand_over_anchor(entry.value.node)
             if len({other.key for other in entries}) == 1:
@@ -199,7 +213,7 @@ class Splicer:
             self._replace(entry.key_start, entries[position + 1].key_start, "")
             return
         start, end = entry.key_start - len(self.text[line_start : entry.key_start].lstrip("\ufeff")), self._line_end(entry.value.end)
-        after = re.compile(r"\r\n|\r|\n").match(self.text, end)
+        after = _NEWLINE.match(self.text, end)
         if after is not None:
             end = after.end()
         elif start > 0:  # the last line, without a newline: take the one before

@@ -58,8 +58,8 @@ def judge(key: str, value: Any, field: Field) -> Verdict:
         return _judge_bool(key, value)
     if kinds - {"none"} and not _is_kind(value, kinds) and not isinstance(value, int | float):
         return _wrong_type(key, value, kinds)
-    if key in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
-        return Verdict(usable=None, code="bad_value", message=f"{key} is {value}; it must be at least 1")
+    if key in _AT_LEAST_ONE and isinstance(value, int) and not 1 <= value < 1 << 31:
+        return Verdict(usable=None, code="bad_value", message=f"{key} is {shown(key, value)}; it must be at least 1 (a number of samples)")
     return Verdict(usable=value)
 
 
@@ -142,6 +142,8 @@ def _wrong_type(key: str, value: Any, kinds: frozenset[str]) -> Verdict:
 
 def _number(text: str) -> int | float | None:
     text = text.strip().replace("_", "")
+    if len(text) > 60:
+        return None
     try:
         return int(text)
     except ValueError:
