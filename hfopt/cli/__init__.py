@@ -38,6 +38,7 @@ def root(version: bool = typer.Option(False, "--version", callback=_version, is_
 COMMANDS: tuple[str, ...] = (
     # one module of this package each, in the order --help lists them; its function of the same name is the command
     "check",
+    "estimate",
     "rehearse",
     "gpus",
     "doctor",

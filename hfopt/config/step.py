@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hfopt.config.installed import installed
@@ -22,13 +27,24 @@ def step_settings(args: Mapping[str, Any], *, capability: tuple[int, int] = (8, 
         precision=precision_of(args),
         checkpointing=checkpointing_of(args),
         accumulation=int(value("gradient_accumulation_steps", 1)),
-        optim=str(value("optim", "adamw_torch")),
+        optim=str(args.get("optim") or default_optim()),
         optim_args=args.get("optim_args"),
         max_grad_norm=float(value("max_grad_norm", 1.0)),
         label_smoothing=float(value("label_smoothing_factor", 0.0)),
         torch_compile=bool(value("torch_compile", False)),
         capability=capability,
     )
+
+
+@cache
+def default_optim() -> str:
+    """transformers decides it while its class is made: fused AdamW where it knows torch 2.8 and finds it."""
+    spec = find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    torch_version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2])
+    fused = re.search(r'^\s*default_optim = "adamw_torch_fused"$', source, re.MULTILINE) is not None and torch_version >= (2, 8)
+    return "adamw_torch_fused" if fused else "adamw_torch"
 
 
 def precision_of(args: Mapping[str, Any]) -> Precision:

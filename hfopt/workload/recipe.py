@@ -110,7 +110,7 @@ def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
     if stated is None and _TRANSFORMERS < 5:
         return torch.float32
     if stated in (None, "auto"):
-        stated = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or "float32"
+        stated = getattr(config, _DTYPE_OPTION, None) or "float32"
     if isinstance(stated, torch.dtype):
         return stated
     name = str(stated).removeprefix("torch.")

@@ -1,0 +1,164 @@
+"""`hfopt estimate`: the JSON's promises, the words for people, and what is said about wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfopt.cli import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+TINY_BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForSequenceClassification"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """hfopt with these arguments -> exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["hfopt", *arguments])
+        code = 0
+        try:
+            main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A folder that holds only a config.json is a model."""
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(TINY_BERT))
+    return str(path)
+
+
+@pytest.fixture
+def config(tmp_path: Path, folder: str) -> str:
+    path = tmp_path / "train.yaml"
+    path.write_text(
+        f"model_name_or_path: {folder}\nmax_seq_length: 64\noutput_dir: out\n"
+        "per_device_train_batch_size: 16\ngradient_accumulation_steps: 2\nbf16: true\n"
+    )
+    return str(path)
+
+
+def _json(run: Run, *arguments: str) -> dict[str, Any]:
+    code, out, err = run("estimate", *arguments, "--json")
+    assert code == 0, err
+    data: dict[str, Any] = json.loads(out)
+    return data
+
+
+def test_json_has_every_promised_name(run: Run, config: str) -> None:
+    data = _json(run, config, "--gpu", "rtx 3070", "--batch-sizes", "4,64")
+    assert {"model", "parameters", "device", "largest_batch", "rows"} <= data.keys()
+    assert "3070" in data["device"] and isinstance(data["largest_batch"], int)
+    asked = [(row["per_device_train_batch_size"], row["gradient_checkpointing"]) for row in data["rows"]]
+    assert asked == [(4, False), (64, False), (4, True), (64, True)]
+    for row in data["rows"]:
+        assert row["device_bytes"] == row["peak_reserved_bytes"] + row["context_bytes"]
+        assert row["peak_allocated_bytes"] <= row["peak_reserved_bytes"]
+        assert sum(row["breakdown"].values()) == row["device_bytes"]
+        assert row["fits"] is True
+    without, with_it = (
+        next(r for r in data["rows"] if r["gradient_checkpointing"] is on and r["per_device_train_batch_size"] == 64)
+        for on in (False, True)
+    )
+    assert with_it["peak_allocated_bytes"] < without["peak_allocated_bytes"]
+    assert data["precision"] == "bf16"
+
+
+@pytest.mark.slow
+def test_a_folder_is_enough_and_architectures_names_the_head(run: Run, folder: str) -> None:
+    data = _json(run, folder, "--vram", "4", "--batch-sizes", "2")
+    assert data["model_class"] == "BertForSequenceClassification" and data["precision"] == "fp32"
+    embeddings = 64 * (1000 + 128 + 2) + 2 * 64
+    layer = 4 * (64 * 64 + 64) + 2 * 64 * 128 + 64 + 128 + 4 * 64
+    assert data["parameters"] == embeddings + 2 * layer + 64 * 64 + 64 + 2 * 64 + 2
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_where_fits_ends(run: Run, folder: str) -> None:
+    small = ("--vram", "700MiB", "--seq-len", "128")
+    largest = _json(run, folder, *small, "--batch-sizes", "1")["largest_batch"]
+    rows = _json(run, folder, *small, "--batch-sizes", f"{largest},{largest + 1}")["rows"]
+    assert [row["fits"] for row in rows if not row["gradient_checkpointing"]] == [True, False]
+    for row in rows:
+        assert row["fits"] == (row["device_bytes"] <= 700 * 2**20) == (row["spare_bytes"] >= 0)
+
+
+@pytest.mark.slow
+def test_without_a_card_there_is_no_verdict(run: Run, folder: str) -> None:
+    data = _json(run, folder, "--batch-sizes", "2", "--gpu", "cpu")
+    assert data["device"] is None and data["largest_batch"] is None
+    assert all(row["fits"] is None and row["device_bytes"] > 0 for row in data["rows"])
+
+
+def test_people_get_a_table_on_stderr_and_nothing_on_stdout(run: Run, config: str) -> None:
+    code, out, err = run("estimate", config, "--gpu", "rtx 3070")
+    assert (code, out) == (0, "")
+    for words in (
+        "batch 16 fits with",
+        "to spare",
+        "largest batch without gradient checkpointing:",
+        "weights",
+        "CUDA context",
+        "64 tokens",
+    ):
+        assert words in err
+    assert "does not fit" in err, "the table goes on until something does not"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-sizes", "0,4"], "at least one sample"),
+        (["--batch-sizes", "a"], "not a list of whole numbers"),
+        (["--precision", "int8"], "no precision 'int8'"),
+        (["--task", "poetry"], "no task 'poetry'"),
+        (["--task", "image_classification"], "no head for image_classification"),
+        (["--seq-len", "129"], "129 tokens is over the model's 128 positions"),
+        (["--seq-len", "0"], "0 tokens cannot be made"),
+        (["--gpu", "rtx 9999 super"], "rtx 9999 super"),
+        (["--vram", "lots"], "not a size"),
+        (["--vram", "0"], "more than no memory"),
+        (["--model", "./nowhere"], "unknown model"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_one_clear_message(run: Run, config: str, arguments: list[str], words: str) -> None:
+    code, out, err = run("estimate", config, *arguments)
+    assert code == 2 and out == ""
+    assert words in err and "Traceback" not in err
+
+
+def test_a_missing_config_is_said(run: Run, tmp_path: Path) -> None:
+    code, out, err = run("estimate", str(tmp_path / "gone.yaml"))
+    assert code == 2 and out == "" and "gone.yaml" in err
+
+
+def test_a_yaml_without_a_model_asks_for_one(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "train.yaml"
+    path.write_text("per_device_train_batch_size: 4\noutput_dir: out\n")
+    code, _, err = run("estimate", str(path))
+    assert code == 2 and "--model" in err
