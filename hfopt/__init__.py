@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
+    "HFGpuMonitor": "hfopt.runtime.monitor",
     # name -> module that defines it
     "protect": "hfopt.runtime.fallback",
 }

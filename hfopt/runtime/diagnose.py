@@ -1,0 +1,171 @@
+"""Windows in, findings out: names what holds a run back from times, power and achieved FLOPs read together.
+
+NVML's utilization says that a kernel ran, not that it did much, so it decides nothing alone. A share is judged against its part of the
+training time; every finding carries the numbers it rests on. What the machine does not tell (None) never counts as evidence.
+
+Known limits: with `logging_nan_inf_filter=False` the host runs ahead of the card, so phase times are those of launching; data wait then
+counts only if the card is idle too, and logging is not judged. Without power, MFU and traffic readings a card can only be found input-
+bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hfopt.runtime.watch import card_causes, remedies
+from hfopt.runtime.watch.evidence import (
+    DEFAULT,
+    Thresholds,
+    busiest,
+    compute_mfu,
+    confidence,
+    data_share,
+    finding,
+    one_busy_core,
+    power_share,
+)
+from hfopt.schema import Cause, Finding, RankLag, RunFacts, Window
+from hfopt.units import format_percent, format_seconds
+
+
+def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tuple[Finding, ...]:
+    """What the window shows, the weightiest first; compute_bound (the good one) only when nothing else explains the pace."""
+    if window.steps < limits.min_steps or window.seconds < limits.min_seconds:
+        return ()
+    found = [one for check in _CHECKS if (one := check(window, run, limits)) is not None]
+    causes = {one.cause for one in found}
+    slowed = causes & {"input_bound", "pcie_bound", "slow_rank", "shared_gpu", "throttled"}
+    if not slowed and (launch := _launch_bound(window, run, limits)) is not None:
+        found.append(launch)
+        slowed.add("launch_bound")
+    if (
+        "input_bound" not in causes
+        and (room := card_causes.memory_headroom(window, run, limits, launch_bound="launch_bound" in slowed)) is not None
+    ):
+        found.append(room)
+    if not slowed and (good := _compute_bound(window, run, limits)) is not None:
+        found.append(good)
+    found.sort(key=lambda one: (one.cause == "compute_bound", -(one.predicted_gain or 0.0), -one.confidence))
+    return tuple(found)
+
+
+def _input_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    share, gpu = data_share(window), busiest(window)
+    busy = gpu is not None and gpu.sm_util is not None and gpu.sm_util.mean >= limits.busy_sm
+    if share < limits.data_wait or (busy and not window.synced):
+        return None
+    remedy = remedies.more_loader(window, run)
+    evidence = {
+        "data_wait_share": share,
+        "data_wait_s_per_step": window.phases.data_wait_s / window.steps,
+        "sm_util": gpu.sm_util.mean if gpu and gpu.sm_util else None,
+        "worker_util": window.worker_util,
+        "cpu_util": window.cpu_util.mean if window.cpu_util else None,
+    }
+    message = (
+        f"the step waits {format_percent(share)} of the time for data ({format_seconds(evidence['data_wait_s_per_step'] or 0.0)} per step)"
+    )
+    return finding("input_bound", confidence(share, limits.data_wait, 0.4), evidence, message, remedy)
+
+
+def _share_check(cause: Cause) -> Callable[[Window, RunFacts, Thresholds], Finding | None]:
+    """Evaluation, logging and saving are judged alike: a share of the wall clock, over more than one occurrence."""
+
+    def check(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+        phases = window.phases
+        spent_s, times, limit, what = {
+            "eval_heavy": (phases.eval_s, window.evals, limits.eval_share, "evaluation"),
+            "logging_heavy": (phases.logging_s, window.logs, limits.logging_share, "logging"),
+            "saving_heavy": (phases.save_s, window.saves, limits.save_share, "saving checkpoints"),
+        }[cause]
+        if times < 2 or phases.total_s <= 0 or (cause == "logging_heavy" and not window.synced):
+            return None
+        share = spent_s / phases.total_s
+        if share < limit:
+            return None
+        message = f"{what} takes {format_percent(share)} of the time ({times} times, {format_seconds(spent_s / times)} each)"
+        evidence = {"share": share, "times": float(times), "seconds_each": spent_s / times}
+        return finding(cause, confidence(share, limit, 2 * limit), evidence, message, remedies.less_often(cause, share, run))
+
+    return check
+
+
+def _padding_waste(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    share = window.padding_share
+    if share is None or share < limits.padding:
+        return None
+    remedy = remedies.less_padding(share, bool(window.fixed_length), run)
+    evidence = {"padding_share": share, "fixed_length": float(window.fixed_length) if window.fixed_length is not None else None}
+    message = f"{format_percent(share)} of the tokens are padding"
+    return finding("padding_waste", confidence(share, limits.padding, 0.6), evidence, message, remedy)
+
+
+def _slow_rank(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    worst: RankLag | None = max(run.lags, key=lambda lag: lag.lag_s / lag.step_s if lag.step_s else 0.0, default=None)
+    if worst is None or not worst.step_s or worst.lag_s / worst.step_s < limits.rank_lag:
+        return None
+    share = worst.lag_s / worst.step_s
+    evidence = {"rank": float(worst.rank), "lag_s": worst.lag_s, "lag_share": share}
+    message = f"rank {worst.rank} is {format_seconds(worst.lag_s)} late in every step ({worst.where}, {format_percent(share)} of it)"
+    message += "; all others wait for it"
+    remedy = remedies.Remedy(predicted_gain=round(share / (1 - share), 2) if share < 0.95 else None)
+    return finding("slow_rank", confidence(share, limits.rank_lag, 0.3), evidence, message, remedy)
+
+
+def _launch_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    gpu, mfu = busiest(window), compute_mfu(window)
+    power = power_share(gpu) if gpu else None
+    sm = gpu.sm_util.mean if gpu and gpu.sm_util else None
+    bandwidth = gpu.memory_util.mean if gpu and gpu.memory_util else None
+    known = [share < limit for share, limit in ((mfu, limits.idle_mfu), (power, limits.idle_power)) if share is not None]
+    little_work = bool(known) and all(known) and (bandwidth is None or bandwidth < limits.idle_bandwidth)
+    gaps = gpu is None or (sm is not None and sm < limits.busy_sm) or len(known) == 2
+    if not little_work or not gaps or data_share(window) >= limits.data_wait or not one_busy_core(window, limits):
+        return None
+    evidence = {
+        "mfu": mfu,
+        "power_share": power,
+        "sm_util": sm,
+        "main_thread_util": window.main_thread_util,
+        "data_wait_share": data_share(window),
+    }
+    message = (
+        f"the host cannot launch the many small operations fast enough: one core is busy, the {'card' if gpu else 'arithmetic'} is not"
+    )
+    message += f" ({format_percent(mfu)} of its peak FLOPs)" if mfu is not None else ""
+    idle, limit = (mfu, limits.idle_mfu) if mfu is not None else (power or 0.0, limits.idle_power)
+    sure = confidence(-idle, -limit, -0.02)
+    return finding("launch_bound", sure, evidence, message, remedies.larger_kernels(window, run))
+
+
+def _compute_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    gpu, mfu = busiest(window), compute_mfu(window)
+    power = power_share(gpu) if gpu else None
+    sm = gpu.sm_util.mean if gpu and gpu.sm_util else None
+    bandwidth = gpu.memory_util.mean if gpu and gpu.memory_util else None
+    if gpu is not None and (sm is None or sm < limits.busy_sm):
+        return None
+    high = ((mfu, limits.busy_mfu), (power, limits.busy_power), (bandwidth, limits.busy_bandwidth))
+    working = [share / limit for share, limit in high if share is not None and share >= limit]
+    if not working:
+        return None
+    evidence = {"mfu": mfu, "power_share": power, "sm_util": sm, "memory_util": bandwidth, "data_wait_share": data_share(window)}
+    where = "card" if gpu else "processor"
+    return finding(
+        "compute_bound", confidence(max(working), 1.0, 1.5), evidence, f"the {where} is well used: it computes, nothing holds it up"
+    )
+
+
+_CHECKS: tuple[Callable[[Window, RunFacts, Thresholds], Finding | None], ...] = (
+    _input_bound,
+    _share_check("eval_heavy"),
+    _share_check("logging_heavy"),
+    _share_check("saving_heavy"),
+    _padding_waste,
+    card_causes.throttled,
+    card_causes.shared_gpu,
+    card_causes.near_limit,
+    card_causes.fragmentation,
+    card_causes.pcie_bound,
+    _slow_rank,
+)

@@ -1,0 +1,151 @@
+"""HFGpuMonitor: a TrainerCallback that says what holds the run back and which setting to change.
+
+    Trainer(..., callbacks=[HFGpuMonitor()])
+
+It adds no device sync and no collective; whatever fails inside it is said once and training goes on. Each train() is a session of its
+own, so resuming and calling train() again are safe. A copy or a pickle of the callback carries its options only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hfopt.runtime.watch import reporters
+from hfopt.runtime.watch.harmless import Faults, harmless, to_stderr
+from hfopt.runtime.watch.inputs import flops_per_token
+from hfopt.runtime.watch.options import Options
+from hfopt.runtime.watch.session import Session
+from hfopt.runtime.watch.steps import Event
+
+_PART = "the monitor"
+
+
+def _passing_on(event: Event) -> Callable[..., None]:
+    """A callback that only tells the session's clock that it happened."""
+
+    @harmless(_PART)
+    def callback(self: HFGpuMonitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.event(event)
+
+    return callback
+
+
+class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
+    """Watches a Trainer.
+
+    interval          seconds between two readings of the cards and the host
+    warn_below        GPU utilization in % that is worth a warning even if no cause is found
+    output            folder (or .jsonl file) of the log; default `<output_dir>/hfopt`
+    live              status on the Trainer's progress bar
+    csv               the windows also as a table
+    report            metrics to what the Trainer reports to (TensorBoard, W&B, MLflow, trackio, ...)
+    plan              an `hfopt.Plan`: advice then carries its values and its predicted gain
+    flops_per_sample  FLOPs of one training sample, for MFU of what is not text
+    """
+
+    def __init__(
+        self,
+        interval: float = 1.0,
+        warn_below: float = 30,
+        output: str | Path | None = None,
+        live: bool = True,
+        *,
+        csv: bool = False,
+        report: bool = True,
+        plan: Any = None,
+        flops_per_sample: float | None = None,
+    ) -> None:
+        if interval <= 0:
+            raise ValueError(f"interval is {interval}, but must be positive seconds")
+        self._options = Options(
+            interval_s=interval,
+            warn_below=warn_below,
+            output=Path(output) if output is not None else None,
+            live=live,
+            csv=csv,
+            report=report,
+            plan=plan,
+            flops_per_sample=flops_per_sample,
+        )
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.faults = Faults(to_stderr, self._give_up)
+        self._session: Session | None = None
+        self._flops_per_token: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._fresh()
+
+    @harmless("stopping")
+    def _give_up(self, part: str) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.stop()
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """A line of your own in the run's log; nothing happens outside of train()."""
+        if self._session is not None:
+            self._session.journal.write(kind, **fields)
+
+    @harmless(_PART)
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._flops_per_token = flops_per_token(model)  # before the model is wrapped or sharded
+
+    @harmless(_PART)
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.stop()  # the train() before did not come to its end
+        handler = reporters.find_handler()
+        if handler is not None:
+            reporters.put_last(handler, self)
+        if self._flops_per_token is None and model is not None:
+            self._flops_per_token = flops_per_token(model)
+        self._session = Session(self._options, args, state, model, handler, flops_per_token=self._flops_per_token)
+
+    on_epoch_begin = _passing_on("epoch_begin")
+    on_substep_end = _passing_on("substep_end")
+    on_optimizer_step = _passing_on("optimizer")
+    on_prediction_step = _passing_on("prediction")
+    on_evaluate = _passing_on("evaluate")
+    on_save = _passing_on("save")
+
+    @harmless(_PART)
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.step_begin()
+
+    @harmless(_PART)
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.pre_optimizer(state.global_step)
+
+    @harmless(_PART)
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.step_end(state)
+
+    @harmless(_PART)
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.log(args, state, control)
+
+    @harmless(_PART)
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.epoch_end(state)
+
+    @harmless(_PART)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.end(args, state, control)
+            self._session = None

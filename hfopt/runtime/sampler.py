@@ -1,0 +1,145 @@
+"""A thread that reads the cards and the host every second into a bounded ring.
+
+It shares the interpreter with training, so a tick must stay well under a millisecond of Python; a tick that took long makes the next one
+wait longer, so that sampling never takes more than half a percent of the time. Energy is summed as it is read, because the ring forgets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from hfopt.runtime.watch.harmless import Faults, harmless
+from hfopt.runtime.watch.host import HostReading
+from hfopt.runtime.watch.plausible import flagged
+from hfopt.schema import GpuReading, Sample
+
+RING = 3600  # an hour at the default interval, about 3 MB for one card
+_MOST_OF_TIME = 0.005
+
+
+class GpuSource(Protocol):
+    def read(self) -> tuple[GpuReading, ...]: ...
+
+
+class HostSource(Protocol):
+    def read(self) -> HostReading: ...
+
+
+class LostCard(Exception):  # noqa: N818 - a state of the machine, told to the user as such
+    """A card that answered before does not any more."""
+
+
+class Sampler:
+    """`start()`, then `latest` and `since(time_s)` from any thread, then `stop()`. Times are time.monotonic()."""
+
+    def __init__(
+        self,
+        *,
+        gpus: GpuSource | None,
+        host: HostSource,
+        faults: Faults,
+        interval_s: float = 1.0,
+        ring: int = RING,
+        each: Callable[[Sample], None] | None = None,
+    ) -> None:
+        self.faults = faults
+        self.interval_s = interval_s
+        self._gpus, self._host, self._each = gpus, host, each
+        self._samples: deque[Sample] = deque(maxlen=ring)
+        self._seen: frozenset[str] = frozenset()
+        self._energy_j: dict[str, float] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # ticks come from the thread and from those who need one now
+
+    @property
+    def latest(self) -> Sample | None:
+        return self._samples[-1] if self._samples else None
+
+    def since(self, time_s: float) -> list[Sample]:
+        found: list[Sample] = []
+        for sample in reversed(self._samples.copy()):
+            if sample.time_s < time_s:
+                break
+            found.append(sample)
+        return found[::-1]
+
+    def energy_j(self) -> dict[str, float]:
+        """By card, since the start."""
+        return dict(self._energy_j)
+
+    def start(self) -> None:
+        self.tick()
+        self._thread = threading.Thread(target=self._run, name="hfopt-sampler", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+        self._thread = None
+
+    def tick(self) -> Sample:
+        with self._lock:
+            gpus = self._read_gpus() or ()
+            host = self._read_host() or HostReading()
+            sample = Sample(
+                time_s=time.monotonic(),
+                gpus=gpus,
+                cpu_util=host.cpu_util,
+                main_thread_util=host.main_thread_util,
+                ram_used_bytes=host.ram_used_bytes,
+                ram_total_bytes=host.ram_total_bytes,
+                disk_read_bytes_per_s=host.disk_read_bytes_per_s,
+                worker_util=host.worker_util,
+                worker_count=host.worker_count,
+            )
+            self._add_energy(sample)
+            self._samples.append(sample)
+            return sample
+
+    def _run(self) -> None:
+        wait_s = self.interval_s
+        while not self._stop.wait(wait_s):
+            began_s = time.thread_time()
+            sample = self.tick()
+            self._tell(sample)
+            wait_s = max(self.interval_s, (time.thread_time() - began_s) / _MOST_OF_TIME)
+
+    @harmless("live view")
+    def _tell(self, sample: Sample) -> None:
+        if self._each is not None:
+            self._each(sample)
+
+    @harmless("GPU readings")
+    def _read_gpus(self) -> tuple[GpuReading, ...]:
+        if self._gpus is None:
+            return ()
+        readings = tuple(flagged(reading) for reading in self._gpus.read())
+        present = frozenset(reading.uuid for reading in readings if reading.total_bytes is not None or reading.sm_util is not None)
+        if lost := self._seen - present:
+            raise LostCard(f"{', '.join(sorted(lost))} does not answer any more")
+        self._seen = present
+        return readings
+
+    @harmless("CPU and RAM readings")
+    def _read_host(self) -> HostReading:
+        return self._host.read()
+
+    def _add_energy(self, sample: Sample) -> None:
+        before = self.latest
+        if before is None:
+            return
+        counted = {reading.uuid: reading.energy_j for reading in before.gpus}
+        for reading in sample.gpus:
+            start_j, used_j = counted.get(reading.uuid), None
+            if reading.energy_j is not None and start_j is not None and reading.energy_j >= start_j:
+                used_j = reading.energy_j - start_j  # the card's own counter
+            elif reading.power_w is not None and "power_w" not in reading.suspect:
+                used_j = reading.power_w * min(sample.time_s - before.time_s, 10 * self.interval_s)
+            if used_j is not None:
+                self._energy_j[reading.uuid] = self._energy_j.get(reading.uuid, 0.0) + used_j

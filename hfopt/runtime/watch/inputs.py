@@ -1,0 +1,144 @@
+"""What goes through the model: samples, tokens and padding, seen by a forward hook that keeps no tensor.
+
+Shapes cost nothing to read. Padding needs a sum over the mask: on the CPU at once, on a card as one small kernel and a copy that is read
+when it has arrived, never waited for; and only for the first batches, then once a second. Nothing is hooked under torch.compile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hfopt.runtime.watch.harmless import Faults, harmless
+
+_PART = "the look at the inputs"
+_FIRST_LOOKS = 8
+_BETWEEN_LOOKS_S = 1.0
+
+
+class InputWatch:
+    """`attach(model)`, then `take()` for what passed since the last one, then `detach()`."""
+
+    def __init__(self, faults: Faults, after_forward: Callable[[], None] | None = None) -> None:
+        self.faults = faults
+        self._after_forward = after_forward
+        self._handles: list[Any] = []
+        self._main = "input_ids"
+        self._pending: tuple[Any, Any, int] | None = None
+        self._lengths: set[int] = set()
+        self._looks, self._looked_s = 0, 0.0
+        self.rows = self.tokens = self.forwards = 0
+        self._masked = self._unmasked = 0
+
+    def __reduce__(self) -> tuple[Callable[[], InputWatch], tuple[()]]:
+        """A copied or pickled model takes its hooks along; there they do nothing."""
+        return _inert, ()
+
+    def attach(self, model: Any) -> None:
+        self._main = getattr(model, "main_input_name", "input_ids")
+        self._handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
+        if self._after_forward is not None:
+            self._handles.append(model.register_forward_hook(self._after))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._pending = None
+
+    def take(self) -> tuple[int, int | None, float | None, bool | None]:
+        """(samples, tokens, padding share, all batches of one length) since the last call."""
+        seen = self._masked + self._unmasked
+        padding = self._masked / seen if seen else None
+        fixed = len(self._lengths) == 1 if self._looks > 1 and seen else None
+        taken = (self.rows, self.tokens or None, padding, fixed)
+        self.rows = self.tokens = self.forwards = self._masked = self._unmasked = 0
+        return taken
+
+    @harmless(_PART)
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        main = kwargs.get(self._main)
+        if main is None:
+            main = kwargs.get("inputs_embeds", args[0] if args else None)
+        if not isinstance(main, torch.Tensor) or main.dim() == 0:
+            return
+        self.forwards += 1
+        self.rows += main.shape[0]
+        if (main.dim() == 2 and not main.is_floating_point()) or (main.dim() == 3 and main is kwargs.get("inputs_embeds")):
+            self.tokens += main.shape[0] * main.shape[1]
+        self._look(kwargs.get("attention_mask"))
+
+    def _look(self, mask: Any) -> None:
+        if self._pending is not None:
+            self._collect()
+        now_s = time.monotonic()
+        if self._looks >= _FIRST_LOOKS and now_s - self._looked_s < _BETWEEN_LOOKS_S:
+            return
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or self._pending is not None:
+            return
+        self._looks, self._looked_s = self._looks + 1, now_s
+        if len(self._lengths) < 2:
+            self._lengths.add(mask.shape[1])
+        total = (mask != 0).sum()
+        if mask.device.type != "cuda":
+            self._add(int(total.item()), mask.numel())
+            return
+        host = torch.empty((), dtype=total.dtype, pin_memory=True)
+        host.copy_(total, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self._pending = (host, arrived, mask.numel())
+
+    def _collect(self) -> None:
+        assert self._pending is not None
+        host, arrived, size = self._pending
+        if arrived.query():
+            self._pending = None
+            self._add(int(host.item()), size)
+
+    def _add(self, unmasked: int, size: int) -> None:
+        self._unmasked += unmasked
+        self._masked += size - unmasked
+
+    @harmless(_PART)
+    def _after(self, module: Any, args: Any, output: Any) -> None:
+        if module.training and self._after_forward is not None:
+            self._after_forward()
+
+
+def _inert() -> InputWatch:
+    faults = Faults(lambda message: None)
+    faults.off[_PART] = "a copy"
+    return InputWatch(faults)
+
+
+def flops_per_token(model: Any) -> float | None:
+    """6 per weight that multiplies (2 forward, 2 for the gradient passed on, 2 for its own gradient where it trains).
+
+    Embedding tables are looked up, not multiplied, unless the output layer shares them.
+    """
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    multiplied = {id(output.weight)} if output is not None and hasattr(output, "weight") else set()
+    looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)} - multiplied
+    total = trained = 0
+    for parameter in model.parameters():
+        if id(parameter) in looked_up:
+            continue
+        size = _elements(parameter)
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return 4.0 * total + 2.0 * trained
+
+
+def _elements(parameter: Any) -> int:
+    """Also of weights stored as 4 bits (two to a byte) or gathered on use (ZeRO-3)."""
+    if type(parameter).__name__ == "Params4bit":
+        return int(parameter.numel() * 2 * parameter.element_size())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -1,0 +1,74 @@
+"""Keeps the last stretch of windows, has it diagnosed, and says what is new and what is over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from hfopt.runtime.diagnose import diagnose
+from hfopt.runtime.watch.alarms import Alarms, sentence
+from hfopt.runtime.watch.journal import Journal
+from hfopt.runtime.watch.windows import merge
+from hfopt.schema import Finding, RankLag, RunFacts, Window
+
+_RECENT_S, _RECENT_STEPS = 10.0, 20  # a verdict rests on at least so much, if there is so much
+_GOOD = "compute_bound"
+
+
+class Judge:
+    def __init__(self, run: RunFacts, journal: Journal, say: Callable[[str], None], warn_below: float) -> None:
+        self._run, self._journal, self._say, self._warn_below = run, journal, say, warn_below
+        self._recent: deque[Window] = deque(maxlen=256)
+        self._alarms = Alarms()
+        self._low_said = False
+
+    def add(self, window: Window) -> None:
+        self._recent.append(window)
+        while len(self._recent) > 1 and self._enough(list(self._recent)[1:]):
+            self._recent.popleft()
+
+    @staticmethod
+    def _enough(windows: list[Window]) -> bool:
+        return sum(w.seconds for w in windows) >= _RECENT_S and sum(w.steps for w in windows) >= _RECENT_STEPS
+
+    def recent(self, lags: tuple[RankLag, ...]) -> None:
+        """The verdict on the last stretch."""
+        if self._recent:
+            window = merge(list(self._recent))
+            self._tell(window, diagnose(window, replace(self._run, lags=lags)))
+
+    def whole(self, total: Window, lags: tuple[RankLag, ...]) -> tuple[Finding, ...]:
+        """The verdict on the run; what shows only over all of it is told now."""
+        findings = diagnose(total, replace(self._run, lags=lags))
+        for finding in findings:
+            if finding.cause not in self._alarms.active:
+                self._new(finding, total.last_step)
+        return findings
+
+    def _tell(self, window: Window, findings: tuple[Finding, ...]) -> None:
+        new, resolved = self._alarms.update(findings)
+        for finding in new:
+            self._new(finding, window.last_step)
+        for finding in resolved:
+            self._journal.write("resolved", step=window.last_step, cause=finding.cause)
+            if finding.cause != _GOOD:
+                self._say(f"hfopt: resolved at step {window.last_step}: {finding.cause}")
+        self._journal.state["findings"] = [sentence(finding) for finding in self._alarms.active.values()]
+        self._low_utilization(window, findings)
+
+    def _new(self, finding: Finding, step: int) -> None:
+        self._journal.finding(finding, step)
+        if finding.cause != _GOOD:
+            self._say(f"hfopt: {sentence(finding)}")
+
+    def _low_utilization(self, window: Window, findings: tuple[Finding, ...]) -> None:
+        utils = [gpu.sm_util.mean for gpu in window.gpus if gpu.sm_util]
+        if not utils or self._low_said or findings or window.steps < 5:
+            return
+        util = 100 * sum(utils) / len(utils)
+        if util < self._warn_below:
+            self._low_said = True
+            text = f"the GPU ran a kernel in only {util:.0f} % of the time (warn_below={self._warn_below:.0f}); no single cause explains it"
+            self._journal.write("warning", step=window.last_step, message=text)
+            self._say(f"hfopt: {text}")

@@ -1,0 +1,162 @@
+"""Closes a window: what the clock, the sampler, the input hook and torch's allocator counted becomes one `Window`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfopt.runtime.sampler import Sampler
+from hfopt.runtime.watch.inputs import InputWatch
+from hfopt.runtime.watch.steps import StepClock
+from hfopt.runtime.watch.windows import gpu_windows, mean, most, spread
+from hfopt.schema import Window
+
+_PROBE = 256  # rows and columns of the matrices that time the CPU: small enough for a few milliseconds, large enough to be compute-bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What turns counts into rates. None where it is not known."""
+
+    samples_per_micro_batch: int  # of one rank
+    world_size: int
+    flops_per_token: float | None
+    flops_per_sample: float | None
+    peak_flops: float | None  # of all devices of this rank
+    synced: bool
+    devices: tuple[int, ...] = ()  # CUDA indices this rank trains on
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuTimes:
+    """CPU seconds of the calling (training) thread and of its process so far."""
+
+    thread_s: float
+    process_s: float
+    wall_s: float
+
+    @classmethod
+    def now(cls) -> _CpuTimes:
+        return cls(time.thread_time(), time.process_time(), time.monotonic())
+
+
+class Meter:
+    def __init__(self, clock: StepClock, sampler: Sampler, inputs: InputWatch, scale: Scale) -> None:
+        self._clock, self._sampler, self._inputs, self._scale = clock, sampler, inputs, scale
+        self._energy_j: dict[str, float] = {}
+        self._retries: int | None = None
+        self._tokens_seen: int | None = None
+        self._step = 0
+        self._cpu_s = _CpuTimes.now()
+
+    def begin(self, state: Any) -> None:
+        """At the end of the first step: what was counted before it is warm-up."""
+        self._inputs.take()
+        self._tokens_seen, self._step = state.num_input_tokens_seen, state.global_step
+        self._energy_j, self._retries = self._sampler.energy_j(), _Allocator.read(self._scale.devices).retries
+        self._cpu_s = _CpuTimes.now()
+
+    def close(self, state: Any) -> Window | None:
+        """The window since the last one; None if no step ended in it."""
+        if not self._clock.tally.steps:
+            return None
+        tally = self._clock.take()
+        if (latest := self._sampler.latest) is None or latest.cpu_util is None:
+            self._sampler.tick()  # the run is younger than the interval
+        samples = self._sampler.since(tally.began_s)
+        if not samples and (latest := self._sampler.latest) is not None:
+            samples = [latest]  # a window shorter than the interval
+        rows, tokens, padding, fixed = self._inputs.take()
+        energy = self._sampler.energy_j()
+        used_j = {uuid: total - self._energy_j.get(uuid, 0.0) for uuid, total in energy.items()}
+        memory, cpu_s = _Allocator.read(self._scale.devices), _CpuTimes.now()
+        passed_s = max(cpu_s.wall_s - self._cpu_s.wall_s, 1e-9)
+        seen = state.num_input_tokens_seen - (self._tokens_seen or 0)
+        own_samples = self._own_samples(rows, tally.micro_batches)
+        window = Window(
+            first_step=self._step + 1,
+            last_step=state.global_step,
+            steps=tally.steps,
+            seconds=tally.total_s,
+            phases=tally.phases(),
+            synced=self._scale.synced,
+            evals=tally.evals,
+            saves=tally.saves,
+            logs=tally.logs,
+            samples=own_samples * self._scale.world_size,
+            tokens=float(seen) if seen > 0 else float(tokens * self._scale.world_size) if tokens else None,
+            padding_share=padding,
+            fixed_length=fixed,
+            mfu=self._mfu(tokens, own_samples, tally.phases().train_s),
+            gpus=gpu_windows(samples, used_j),
+            cpu_util=spread(sample.cpu_util for sample in samples),
+            main_thread_util=min(1.0, (cpu_s.thread_s - self._cpu_s.thread_s) / passed_s),
+            process_cores=(cpu_s.process_s - self._cpu_s.process_s) / passed_s,
+            worker_util=mean(sample.worker_util for sample in samples),
+            worker_count=most(sample.worker_count for sample in samples),
+            ram_used_bytes=most(sample.ram_used_bytes for sample in samples),
+            ram_total_bytes=samples[-1].ram_total_bytes if samples else None,
+            disk_read_bytes_per_s=mean(sample.disk_read_bytes_per_s for sample in samples),
+            allocated_peak_bytes=memory.allocated_peak_bytes,
+            reserved_peak_bytes=memory.reserved_peak_bytes,
+            alloc_retries=memory.retries - self._retries if memory.retries is not None and self._retries is not None else None,
+            energy_j=sum(used_j.values()) if used_j else None,
+        )
+        self._energy_j, self._retries, self._tokens_seen, self._step = (
+            energy,
+            memory.retries,
+            state.num_input_tokens_seen,
+            state.global_step,
+        )
+        self._cpu_s = cpu_s
+        return window
+
+    def _own_samples(self, rows: int, micro_batches: int) -> float:
+        """Rows that went through the model; where rows are not samples (packed, or several passes per batch), as the arguments say."""
+        full = micro_batches * self._scale.samples_per_micro_batch
+        return float(rows if micro_batches < rows <= full else full)
+
+    def _mfu(self, tokens: int | None, samples: float, train_s: float) -> float | None:
+        scale = self._scale
+        if not scale.peak_flops or train_s <= 0:
+            return None
+        if scale.flops_per_sample is not None:
+            return samples * scale.flops_per_sample / train_s / scale.peak_flops
+        if tokens and scale.flops_per_token is not None:
+            return tokens * scale.flops_per_token / train_s / scale.peak_flops
+        return None
+
+
+def cpu_peak_flops(dtype: Any = torch.float32) -> float:
+    """Of this CPU with torch's threads as they are set: the best of five products of 256 × 256 matrices, a few milliseconds in all."""
+    left, right = torch.ones(_PROBE, _PROBE, dtype=dtype), torch.ones(_PROBE, _PROBE, dtype=dtype)
+    best_s = float("inf")
+    with torch.no_grad():
+        for _ in range(6):
+            began_s = time.perf_counter()
+            torch.mm(left, right)
+            best_s = min(best_s, time.perf_counter() - began_s)
+    return 2.0 * _PROBE**3 / best_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Allocator:
+    """torch's own counts; peaks are those of the fullest card and since the process began, for resetting them would disturb others."""
+
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    retries: int | None = None
+
+    @classmethod
+    def read(cls, devices: tuple[int, ...]) -> _Allocator:
+        if not devices or not torch.cuda.is_initialized():
+            return cls()
+        stats = [torch.cuda.memory_stats(index) for index in devices]
+        return cls(
+            allocated_peak_bytes=max(int(of_card.get("allocated_bytes.all.peak", 0)) for of_card in stats),
+            reserved_peak_bytes=max(int(of_card.get("reserved_bytes.all.peak", 0)) for of_card in stats),
+            retries=sum(int(of_card.get("num_alloc_retries", 0)) for of_card in stats),
+        )

@@ -1,0 +1,148 @@
+"""How the metrics reach TensorBoard, W&B, MLflow, trackio: through the Trainer's own reporting callbacks.
+
+A callback is not given the Trainer, and Trainer puts the reporters before the user's callbacks, so adding keys to `logs` in on_log comes
+too late for them. The handler that calls us stands on the stack, with the list of all callbacks: the reporters among them get an on_log
+of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from hfopt.schema import Window
+from hfopt.units import GIB
+
+PREFIX = "hfopt/"
+_MOST_FRAMES = 12
+
+
+def find_handler() -> Any | None:
+    """The CallbackHandler whose event is being handled, from the stack of its caller."""
+    from transformers.trainer_callback import CallbackHandler
+
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, CallbackHandler):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+def put_last(handler: Any, callback: Any) -> None:
+    """So that its clock counts the other callbacks as part of the step. The list is replaced: the handler may be walking it."""
+    handler.callbacks = [*(other for other in handler.callbacks if other is not callback), callback]
+
+
+def reporters(handler: Any) -> list[Any]:
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    kinds = tuple(INTEGRATION_TO_CALLBACK.values())
+    return [callback for callback in handler.callbacks if isinstance(callback, kinds)]
+
+
+def report(handler: Any, args: Any, state: Any, control: Any, metrics: Mapping[str, float]) -> None:
+    for callback in reporters(handler):
+        callback.on_log(
+            args,
+            state,
+            control,
+            logs=dict(metrics),
+            model=handler.model,
+            processing_class=getattr(handler, "processing_class", None),
+            optimizer=handler.optimizer,
+            lr_scheduler=handler.lr_scheduler,
+            train_dataloader=handler.train_dataloader,
+            eval_dataloader=handler.eval_dataloader,
+        )
+
+
+Get = Callable[[Window], float | None]
+
+
+def _cards(get: Callable[[Any], float | None], join: Callable[[list[float]], float]) -> Get:
+    """A figure of each card of this process, joined to one."""
+
+    def joined(window: Window) -> float | None:
+        values = [value for gpu in window.gpus if (value := get(gpu)) is not None]
+        return join(values) if values else None
+
+    return joined
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _per_step(name: str) -> Get:
+    return lambda window: getattr(window.phases, name) / window.steps if window.steps else None
+
+
+def _share(name: str, of: str) -> Get:
+    return lambda window: getattr(window.phases, name) / whole if (whole := getattr(window.phases, of)) else None
+
+
+def _percent(share: float | None) -> float | None:
+    return 100 * share if share is not None else None
+
+
+def _gib(size: int | None) -> float | None:
+    return size / GIB if size is not None else None
+
+
+KEYS: dict[str, tuple[Get, str]] = {
+    "gpu_util": (_cards(lambda gpu: gpu.sm_util and 100 * gpu.sm_util.mean, _mean), "% of the time a kernel ran (NVML), mean"),
+    "gpu_util_min": (_cards(lambda gpu: gpu.sm_util and 100 * gpu.sm_util.low, min), "%, lowest reading"),
+    "gpu_util_max": (_cards(lambda gpu: gpu.sm_util and 100 * gpu.sm_util.high, max), "%, highest reading"),
+    "gpu_memory_util": (
+        _cards(lambda gpu: gpu.memory_util and 100 * gpu.memory_util.mean, _mean),
+        "% of the time memory was read or written",
+    ),
+    "gpu_memory_used_gib": (_cards(lambda gpu: _gib(gpu.used_bytes), max), "GiB in use on the card, all processes, peak"),
+    "memory_allocated_gib": (
+        lambda window: _gib(window.allocated_peak_bytes),
+        "GiB, torch's peak of allocated memory since the process began",
+    ),
+    "memory_reserved_gib": (
+        lambda window: _gib(window.reserved_peak_bytes),
+        "GiB, torch's peak of reserved memory since the process began",
+    ),
+    "gpu_power_w": (_cards(lambda gpu: gpu.power_w and gpu.power_w.mean, sum), "W, mean, cards of this process added up"),
+    "gpu_temperature_c": (_cards(lambda gpu: gpu.temperature_c and gpu.temperature_c.high, max), "°C, highest"),
+    "energy_j": (lambda window: window.energy_j, "J used by the cards of this process in the window"),
+    "samples_per_s": (lambda window: window.per_second(window.samples), "samples/s, all ranks"),
+    "tokens_per_s": (lambda window: window.per_second(window.tokens), "tokens/s with padding, all ranks"),
+    "mfu": (lambda window: window.mfu, "share of the device's peak FLOPs reached while training (0..1)"),
+    "data_wait": (_share("data_wait_s", "train_s"), "share of the training time spent waiting for data (0..1)"),
+    "step_s": (lambda window: window.step_s, "s per optimizer step without logging, evaluation and saving"),
+    "forward_backward_s": (_per_step("forward_backward_s"), "s per step"),
+    "optimizer_s": (_per_step("optimizer_s"), "s per step"),
+    "other_s": (_per_step("other_s"), "s per step: scheduler, zeroing gradients, callbacks"),
+    "eval_share": (_share("eval_s", "total_s"), "share of the wall clock (0..1)"),
+    "logging_share": (_share("logging_s", "total_s"), "share of the wall clock (0..1)"),
+    "save_share": (_share("save_s", "total_s"), "share of the wall clock (0..1)"),
+    "padding": (lambda window: window.padding_share, "share of the tokens that are padding, of the batches looked at (0..1)"),
+    "alloc_retries": (lambda window: window.alloc_retries, "times the allocator had to flush its cache in the window"),
+    "cpu_util": (
+        lambda window: 100 * window.cpu_util.mean if window.cpu_util else None,
+        "% of the usable cores, this process and its loader workers",
+    ),
+    "main_thread_util": (lambda window: _percent(window.main_thread_util), "% of one core, the training thread"),
+    "ram_used_gib": (lambda window: _gib(window.ram_used_bytes), "GiB in use on the machine, peak"),
+    "disk_read_mib_per_s": (
+        lambda window: window.disk_read_bytes_per_s / (1 << 20) if window.disk_read_bytes_per_s is not None else None,
+        "MiB/s read by this process and its workers",
+    ),
+}
+"""Every key that is reported: how it is computed, and its unit and meaning. docs/monitor.md shows this table."""
+
+
+def metrics(window: Window) -> dict[str, float]:
+    """The known ones, under their full names."""
+    found = {PREFIX + name: get(window) for name, (get, _meaning) in KEYS.items()}
+    return {name: float(value) for name, value in found.items() if value is not None}

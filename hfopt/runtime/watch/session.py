@@ -1,0 +1,227 @@
+"""One train() call, watched: windows close at logging steps, are judged, written, reported, and summed up at the end.
+
+The work done for a log (writing, reporting, judging) is kept within half a percent of the run's time: where it would take more, because
+every step is logged, a window is joined with the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from hfopt.runtime.sampler import Sampler
+from hfopt.runtime.watch import header, ranks, reporters, status, summary
+from hfopt.runtime.watch.evidence import data_share
+from hfopt.runtime.watch.harmless import Faults, harmless
+from hfopt.runtime.watch.host import HostProbe
+from hfopt.runtime.watch.inputs import InputWatch
+from hfopt.runtime.watch.journal import Journal
+from hfopt.runtime.watch.judge import Judge
+from hfopt.runtime.watch.meter import Meter
+from hfopt.runtime.watch.options import Options
+from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
+from hfopt.runtime.watch.steps import Event, StepClock
+from hfopt.runtime.watch.windows import merge
+from hfopt.schema import RankLag, Sample, Window
+
+_BUDGET, _GRACE_S = 0.005, 0.1
+_RANKS_EACH_S, _WAIT_FOR_RANKS_S = 30.0, 2.0
+
+
+class Session:
+    def __init__(self, options: Options, args: Any, state: Any, model: Any, handler: Any, *, flops_per_token: float | None) -> None:
+        self._options, self._handler = options, handler
+        self._first = bool(state.is_world_process_zero)
+        self.faults = Faults(self.say)
+        self._rank, self._world = args.process_index, args.world_size
+        self._began_s, self._began_time, self._spent_s, self._ranks_s = time.monotonic(), time.time(), 0.0, float("-inf")
+        self._total: Window | None = None
+        self._epoch: Window | None = None
+        self._unreported: list[Window] = []
+        self._shown: Sample | None = None
+        self._data_wait: float | None = None
+        place = find_place(args)
+        self._place = place
+        self.journal = Journal(
+            options.log_path(args.output_dir, self._rank),
+            rank=self._rank,
+            world_size=self._world,
+            csv=options.csv,
+            max_bytes=options.max_log_bytes,
+            faults=self.faults,
+        )
+        self.journal.state["max_steps"] = state.max_steps
+        self.journal.write(
+            "header",
+            rank=self._rank,
+            world_size=self._world,
+            device=args.device.type,
+            gpus=header.cards(place.gpus, place.uuids),
+            cores=place.cores,
+            first_step=state.global_step,
+            max_steps=state.max_steps,
+            model=type(model).__name__,
+            config=header.config(args),
+            versions=header.versions(),
+        )
+        if place.why_no_cards:
+            self.faults.report("GPU readings", RuntimeError(place.why_no_cards))
+        self.clock = StepClock()
+        host = HostProbe(thread=threading.current_thread(), cores=place.cores)
+        self._sampler = Sampler(gpus=place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live)
+        self._inputs = InputWatch(self.faults, self.clock.stamp_forward_end if self._world > 1 else None)
+        if model is not None and not args.torch_compile and not hasattr(model, "_orig_mod"):
+            self._inputs.attach(model)
+        scale = scale_of(args, place, flops_per_token=flops_per_token, flops_per_sample=options.flops_per_sample)
+        self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
+        self._judge = Judge(facts_of(args, state, place, options.plan), self.journal, self.say, options.warn_below)
+        self._sampler.start()
+        self.clock.event("train_begin")
+
+    def say(self, text: str) -> None:
+        if self._first:
+            status.say(self._handler.callbacks if self._handler is not None else (), text)
+
+    def step_begin(self) -> None:
+        self.clock.event("step_begin")
+        if self._world > 1:
+            self.clock.stamp_begin()
+
+    def pre_optimizer(self, step: int) -> None:
+        self.clock.event("pre_optimizer")
+        if self._world > 1:
+            self.clock.stamp_backward_end(step)
+
+    def step_end(self, state: Any) -> None:
+        cold = not self.clock.warm
+        self.clock.event("step_end")
+        self.journal.state["step"] = state.global_step
+        if cold:
+            self._meter.begin(state)
+        self._show()
+
+    def event(self, event: Event) -> None:
+        self.clock.event(event)
+
+    def log(self, args: Any, state: Any, control: Any) -> None:
+        inside_evaluation = self.clock.evaluating
+        self.clock.event("log")
+        last = state.global_step >= state.max_steps
+        if inside_evaluation or not (last or self._spent_s <= _GRACE_S + _BUDGET * (time.monotonic() - self._began_s)):
+            return
+        began_s = time.monotonic()
+        self._close(state)
+        self._flush(args, state, control)
+        self._verdict()
+        self._spent_s += time.monotonic() - began_s
+
+    def epoch_end(self, state: Any) -> None:
+        self.clock.event("end")
+        self._close(state)
+        if self._epoch is not None:
+            figures = reporters.metrics(self._epoch)
+            self.journal.write("epoch", epoch=state.epoch, step=state.global_step, metrics=figures)
+            self.say(f"hfopt: epoch {state.epoch:.4g}: {summary.one_line(figures)}")
+            self._epoch = None
+
+    def end(self, args: Any, state: Any, control: Any) -> None:
+        self.clock.event("end")
+        self._inputs.detach()
+        self._close(state)
+        self._flush(args, state, control)
+        self.stop()
+        if self._total is None:
+            return
+        figures = reporters.metrics(self._total)
+        self.journal.note(list(self.clock.stamps), figures, ended=True)
+        notes = self._notes(wait_s=_WAIT_FOR_RANKS_S) if self._first else {}
+        findings = self._judge.whole(self._total, ranks.lags_of_notes(notes, since=self._began_time)) if self._first else ()
+        facts = {
+            "step": state.global_step,
+            "steps": self._total.steps,
+            "seconds": self._total.seconds,
+            "warmup_s": self.clock.warmup_s,
+            "phases": self._total.phases,
+            "metrics": figures,
+            "findings": [finding.cause for finding in findings],
+            "ranks": {str(rank): note["summary"] for rank, note in notes.items()},
+            "off": self.faults.off,
+        }
+        self.journal.write("summary", **facts)
+        self.journal.state.update(ended=True)
+        self.journal.live(None, "", self._data_wait)
+        self.journal.close()
+        self.say(summary.closing(self._total, figures, findings, self.journal.path))
+
+    def stop(self) -> None:
+        """Also for a session whose train() did not come to its end."""
+        self._sampler.stop()
+        self._inputs.detach()
+        self.journal.close()
+        if self._place.cards is not None:
+            self._place.cards.close()
+
+    def _close(self, state: Any) -> None:
+        window = self._meter.close(state)
+        if window is None:
+            return
+        self._unreported.append(window)
+        self._data_wait = data_share(window)
+        self._total = merge([self._total, window]) if self._total is not None else window
+        self._epoch = merge([self._epoch, window]) if self._epoch is not None else window
+        self._judge.add(window)
+
+    def _flush(self, args: Any, state: Any, control: Any) -> None:
+        if not self._unreported:
+            return
+        window = merge(self._unreported)
+        self._unreported.clear()
+        self.journal.window(window, epoch=state.epoch)
+        if self._first and self._options.report and self._handler is not None:
+            self._report(args, state, control, window)
+
+    @harmless("reporting")
+    def _report(self, args: Any, state: Any, control: Any, window: Window) -> None:
+        reporters.report(self._handler, args, state, control, reporters.metrics(window))
+
+    @harmless("diagnosis")
+    def _verdict(self) -> None:
+        self.journal.note(list(self.clock.stamps), {})
+        lags: tuple[RankLag, ...] = ()
+        now_s = time.monotonic()
+        if self._first and self._world > 1 and now_s - self._ranks_s >= _RANKS_EACH_S:
+            self._ranks_s = now_s
+            lags = ranks.lags_of_notes(self._notes(), since=self._began_time)
+        self._judge.recent(lags)
+
+    def _notes(self, wait_s: float = 0.0) -> dict[int, dict[str, Any]]:
+        """Of all ranks; waits a little for those that have not ended yet."""
+        if self._world == 1:
+            return {}
+        until_s = time.monotonic() + wait_s
+        while True:
+            notes = ranks.read_notes(self.journal.path.parent, self._world, since=self._began_time)
+            done = len(notes) == self._world and all(note["ended"] for note in notes.values())
+            if done or time.monotonic() >= until_s:
+                return notes
+            time.sleep(0.05)
+
+    @harmless("the live status")
+    def _show(self) -> None:
+        sample = self._sampler.latest
+        if not self._options.live or not self._first or self._handler is None or sample is None or sample is self._shown:
+            return
+        self._shown = sample
+        status.show(self._handler.callbacks, status.status_line(sample, self._current_wait()))
+
+    def _live(self, sample: Sample) -> None:
+        wait = self._current_wait()
+        self.journal.live(sample, status.status_line(sample, wait), wait)
+
+    def _current_wait(self) -> float | None:
+        tally = self.clock.tally
+        if tally.steps < 3:
+            return self._data_wait
+        phases = tally.phases()
+        return phases.data_wait_s / phases.train_s if phases.train_s else None

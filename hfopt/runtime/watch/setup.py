@@ -1,0 +1,86 @@
+"""What is found out once when training begins: the device, its peak, the cores, and what the arguments say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hfopt.runtime.watch import header
+from hfopt.runtime.watch.cards import OwnCards, open_cards, torch_uuids
+from hfopt.runtime.watch.meter import Scale, cpu_peak_flops
+from hfopt.schema import Change, Gpu, RunFacts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this rank trains."""
+
+    cards: OwnCards | None
+    gpus: tuple[Gpu, ...]
+    uuids: tuple[str, ...]
+    cores: float
+    why_no_cards: str | None = None
+
+
+def find_place(args: Any) -> Place:
+    from hfopt.hardware.host import host
+
+    uuids, cores = torch_uuids(args), host().cores
+    if not uuids:
+        return Place(cards=None, gpus=(), uuids=(), cores=cores)
+    cards = open_cards(uuids)
+    if isinstance(cards, str):
+        return Place(cards=None, gpus=(), uuids=uuids, cores=cores, why_no_cards=cards)
+    return Place(cards=cards, gpus=cards.facts(), uuids=uuids, cores=cores)
+
+
+def scale_of(args: Any, place: Place, *, flops_per_token: float | None, flops_per_sample: float | None) -> Scale:
+    on_cuda = args.device.type == "cuda"
+    indices = range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
+    return Scale(
+        samples_per_micro_batch=args.train_batch_size,
+        world_size=args.world_size,
+        flops_per_token=flops_per_token,
+        flops_per_sample=flops_per_sample,
+        peak_flops=_peak_flops(args, place),
+        synced=not on_cuda or bool(args.logging_nan_inf_filter),
+        devices=tuple(indices) if on_cuda else (),
+    )
+
+
+def _peak_flops(args: Any, place: Place) -> float | None:
+    if args.device.type == "cpu":
+        return cpu_peak_flops(torch.bfloat16 if args.bf16 else torch.float32)
+    if not place.gpus or len(place.gpus) != len(place.uuids):
+        return None
+    peaks = [gpu.peak_flops.get(_precision(args)) for gpu in place.gpus]
+    return sum(peak for peak in peaks if peak is not None) if None not in peaks else None
+
+
+def _precision(args: Any) -> str:
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+
+
+def facts_of(args: Any, state: Any, place: Place, plan: Any) -> RunFacts:
+    changes, gain = planned(plan)
+    return RunFacts(
+        device=args.device.type,
+        cores=place.cores,
+        args=header.advisable(args, state),
+        pcie_bytes_per_s=place.gpus[0].pcie_bytes_per_s if place.gpus else None,
+        planned=changes,
+        planned_gain=gain,
+    )
+
+
+def planned(plan: Any) -> tuple[tuple[Change, ...], float | None]:
+    """The changes of a `Plan` (or its `PlanFacts`) and the gain it predicts."""
+    facts = getattr(plan, "facts", plan)
+    if facts is None:
+        return (), None
+    before, after = facts.before.time.samples_per_s, facts.after.time.samples_per_s
+    return tuple(facts.changes), round(after / before - 1, 2) if before else None

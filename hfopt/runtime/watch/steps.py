@@ -1,0 +1,126 @@
+"""Where the seconds of training go, from the times of the Trainer's callbacks alone: no sync, no collective, no wrapper.
+
+transformers (4.51 and 5.x alike) fetches the whole accumulation window, then calls on_step_begin, so the time from the last event of the
+step before (step end, log, evaluation, save) to on_step_begin is the wait for data. The first step of a train() (lazy allocations, worker
+start, skipping to the place of a resume) is left out of every window.
+
+Known limit: times are the host's. By default Trainer reads the loss of each micro-batch (`logging_nan_inf_filter`), which waits for the
+card, so they are honest; without it forward+backward is the time of launching.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hfopt.schema import Phases
+
+Event = Literal[
+    "train_begin",
+    "epoch_begin",
+    "step_begin",
+    "substep_end",
+    "pre_optimizer",
+    "optimizer",
+    "step_end",
+    "log",
+    "prediction",
+    "evaluate",
+    "save",
+    "end",
+]
+_PHASE: dict[Event, str] = {
+    "train_begin": "other_s",
+    "epoch_begin": "other_s",
+    "step_begin": "data_wait_s",
+    "substep_end": "forward_backward_s",
+    "pre_optimizer": "forward_backward_s",
+    "optimizer": "optimizer_s",
+    "step_end": "other_s",
+    "log": "logging_s",
+    "prediction": "eval_s",
+    "evaluate": "eval_s",
+    "save": "save_s",
+    "end": "other_s",
+}
+STAMPS = 64  # steps of which a rank remembers when it came where
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been counted since the last `take`."""
+
+    began_s: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    steps: int = 0
+    micro_batches: int = 0
+    evals: int = 0
+    saves: int = 0
+    logs: int = 0
+
+    def phases(self) -> Phases:
+        return Phases(**self.seconds)
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class StepClock:
+    """Fed with events in order; each closes the stretch since the one before it and says what that was."""
+
+    def __init__(self) -> None:
+        self.warm = False
+        self.evaluating = False
+        self.warmup_s = 0.0
+        self._last_s = self._began_s = time.monotonic()
+        self.tally = Tally(began_s=self._last_s)
+        self.stamps: deque[tuple[int, float, float, float]] = deque(maxlen=STAMPS)  # step, and wall-clock begin, forward end, backward end
+        self._begin = self._forward_end = 0.0
+
+    def event(self, event: Event) -> None:
+        now_s = time.monotonic()
+        if self.warm:
+            phase = "eval_s" if self.evaluating and event in ("log", "evaluate") else _PHASE[event]
+            seconds = self.tally.seconds
+            seconds[phase] = seconds.get(phase, 0.0) + now_s - self._last_s
+            self._count(event)
+        elif event == "step_end":
+            self.warm = True
+            self.warmup_s = now_s - self._began_s
+            self.tally = Tally(began_s=now_s)
+        if event == "prediction":
+            self.evaluating = True
+        elif event in ("evaluate", "step_begin"):
+            self.evaluating = False
+        self._last_s = now_s
+
+    def _count(self, event: Event) -> None:
+        tally = self.tally
+        if event == "substep_end":
+            tally.micro_batches += 1
+        elif event == "step_end":
+            tally.steps += 1
+            tally.micro_batches += 1
+        elif event == "evaluate":
+            tally.evals += 1
+        elif event == "save":
+            tally.saves += 1
+        elif event == "log" and not self.evaluating:
+            tally.logs += 1
+
+    def take(self) -> Tally:
+        """The tally so far; counting starts anew."""
+        taken, self.tally = self.tally, Tally(began_s=self._last_s)
+        return taken
+
+    def stamp_begin(self) -> None:
+        self._begin = self._forward_end = time.time()
+
+    def stamp_forward_end(self) -> None:
+        self._forward_end = time.time()
+
+    def stamp_backward_end(self, step: int) -> None:
+        self.stamps.append((step, self._begin, self._forward_end, time.time()))
