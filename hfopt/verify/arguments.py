@@ -1,0 +1,94 @@
+"""The TrainingArguments of a dry run: what the job and the candidate say about a step, and nothing that writes, reports or lasts.
+
+Pure: takes the names of the installed TrainingArguments' fields, so that it fits every version of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+from hfopt.schema import Candidate, TrainJob
+
+Device = Literal["cuda", "cpu", "virtual"]
+
+_KEPT = frozenset(
+    {
+        "adafactor",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "average_tokens_across_devices",
+        "bf16_full_eval",
+        "dataloader_pin_memory",
+        "eval_accumulation_steps",
+        "fp16_full_eval",
+        "gradient_checkpointing_kwargs",
+        "label_smoothing_factor",
+        "learning_rate",
+        "liger_kernel_config",
+        "lr_scheduler_kwargs",
+        "lr_scheduler_type",
+        "max_grad_norm",
+        "neftune_noise_alpha",
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "seed",
+        "torch_empty_cache_steps",
+        "warmup_steps",
+        "weight_decay",
+    }
+)
+"""Keys of the config that change what a step allocates or computes."""
+
+_QUIET = {
+    "dataloader_num_workers": 0,
+    "disable_tqdm": True,
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "push_to_hub": False,
+    "remove_unused_columns": False,
+    "report_to": [],
+    "save_strategy": "no",
+}
+
+
+def training_arguments(
+    job: TrainJob, candidate: Candidate, *, device: Device, steps: int, output_dir: str, fields: Collection[str]
+) -> dict[str, Any]:
+    """Keyword arguments for TrainingArguments; keys this version does not have are left out."""
+    chosen = {key: value for key, value in job.args.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
+    chosen |= {
+        "output_dir": output_dir,
+        "max_steps": steps,
+        "per_device_train_batch_size": candidate.per_device_batch,
+        "gradient_accumulation_steps": candidate.accumulation,
+        "gradient_checkpointing": candidate.checkpointing.on,
+        "torch_compile": candidate.torch_compile,
+        "use_liger_kernel": candidate.use_liger_kernel,
+        "use_cpu": device == "cpu",
+    }
+    if candidate.optim is not None:
+        chosen["optim"] = candidate.optim
+    if candidate.checkpointing.on:
+        chosen["gradient_checkpointing_kwargs"] = _checkpointing(job, candidate)
+    return {key: value for key, value in chosen.items() if key in fields}
+
+
+def _precision(candidate: Candidate, device: Device) -> dict[str, Any]:
+    tf32: bool | None = candidate.precision == "tf32"
+    if device == "cpu":
+        tf32 = None  # TrainingArguments refuses to hear of it without a card
+    return {"bf16": candidate.precision == "bf16", "fp16": candidate.precision == "fp16", "tf32": tf32 or None}
+
+
+def _checkpointing(job: TrainJob, candidate: Candidate) -> dict[str, Any]:
+    options = dict(job.args.get("gradient_checkpointing_kwargs") or {})
+    options.pop("every_n_layers", None)
+    options["use_reentrant"] = candidate.checkpointing.use_reentrant
+    if candidate.checkpointing.every_n_layers > 1:
+        options["every_n_layers"] = candidate.checkpointing.every_n_layers
+    return options

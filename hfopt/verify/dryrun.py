@@ -1,0 +1,87 @@
+"""A few real optimizer steps of one candidate in a child process: the estimate is a promise, this keeps it.
+
+The device is the real card, the CPU, or the virtual GPU for a card that is not here. The child cannot hurt the caller: it has a time
+limit, its own memory, and a guard that ends it with everything it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import DryRunError
+from hfopt.schema import Candidate, Gpu, TrainJob, Trial
+from hfopt.units import format_seconds
+from hfopt.verify import child
+from hfopt.verify.arguments import Device
+from hfopt.virtual.launch import environment
+
+_PACKAGE_PARENT = Path(__file__).parents[2]
+
+
+def dry_run(
+    job: TrainJob,
+    candidate: Candidate,
+    *,
+    device: Device,
+    gpu: Gpu | None = None,
+    context_bytes: int = 0,
+    timeout_s: float = 300.0,
+    steps: int = 3,
+) -> Trial:
+    """Runs `steps` optimizer steps with full accumulation windows of the longest batch, then one evaluation step.
+
+    gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there.
+    """
+    with child.scratch_folder() as folder:
+        env = _environment(device, gpu, context_bytes, folder)
+        _write_order(job, candidate, device, steps, folder)
+        log = folder / "log"
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "hfopt.verify.worker", str(folder)]
+            ended = child.run(command, folder=folder, timeout_s=timeout_s, env=env, output=output)
+        facts = _facts(folder, ended, log, timeout_s)
+    return Trial(device=device, candidate=candidate, **facts)
+
+
+def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Path) -> dict[str, str]:
+    env = dict(os.environ)
+    if device == "virtual":
+        if gpu is None:
+            raise DryRunError("a dry run on the virtual GPU needs to know which card it stands in for")
+        env = environment(gpu, context_bytes=context_bytes, state=folder / "board")
+    elif device == "cuda":
+        env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # several would be a DataParallel run
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):  # the child is a run of its own
+        env.pop(name, None)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (env.get("PYTHONPATH"), str(_PACKAGE_PARENT))))
+    return env | {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(folder)}
+
+
+def _write_order(job: TrainJob, candidate: Candidate, device: Device, steps: int, folder: Path) -> None:
+    order = {"job": job, "candidate": candidate, "device": device, "steps": steps}
+    (folder / "job.pickle").write_bytes(pickle.dumps(order))
+
+
+def _facts(folder: Path, ended: child.Ended, log: Path, timeout_s: float) -> Mapping[str, Any]:
+    if ended.reason == "timeout":
+        return {"outcome": "timeout", "message": f"the dry run was ended at its limit of {format_seconds(timeout_s)}"}
+    try:
+        facts: Mapping[str, Any] = json.loads((folder / "trial.json").read_text())
+    except (OSError, ValueError):
+        return {"outcome": "error", "message": _how_it_died(ended, log)}
+    return facts
+
+
+def _how_it_died(ended: child.Ended, log: Path) -> str:
+    if ended.returncode == -9:
+        return "the dry run was killed (signal 9); if nobody did that, the kernel did, because the machine ran out of memory"
+    if ended.returncode < 0:
+        return f"the dry run was ended by signal {-ended.returncode}"
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return f"the dry run ended with exit code {ended.returncode}" + (f": {last[0]}" if last else "")

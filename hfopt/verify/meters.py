@@ -1,0 +1,88 @@
+"""What a dry run measures: the device's peak memory, the time of a step, the wait for its data."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+class CudaMeter:
+    """PyTorch's own counters; what the process holds beside them (context, other processes) is read from the driver."""
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def peaks(self) -> dict[str, int]:
+        reserved = torch.cuda.max_memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        beside = max(0, total - free - torch.cuda.memory_reserved())
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": reserved,
+            "peak_device_bytes": reserved + beside,
+        }
+
+
+class CpuMeter:
+    """Resident memory of this process; 'allocated' is what came on top of Python and its imports."""
+
+    def __init__(self) -> None:
+        self.reset()
+        self._before = self._peak()
+
+    def reset(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+        except OSError:
+            return
+
+    def synchronize(self) -> None:
+        pass
+
+    def peaks(self) -> dict[str, int]:
+        peak = self._peak()
+        return {"peak_allocated_bytes": max(0, peak - self._before), "peak_reserved_bytes": peak, "peak_device_bytes": peak}
+
+    @staticmethod
+    def _peak() -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+
+
+class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
+    """When each optimizer step began and ended, with the device idle at its end."""
+
+    def __init__(self, meter: CpuMeter | CudaMeter) -> None:
+        self._meter = meter
+        self.step_s: list[float] = []
+        self.wait_s: list[float] = []
+        self._began = self._ended = time.perf_counter()
+
+    @property
+    def steps(self) -> int:
+        return len(self.step_s)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._ended = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._began = time.perf_counter()
+        self.wait_s.append(self._began - self._ended)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._meter.synchronize()
+        self._ended = time.perf_counter()
+        self.step_s.append(self._ended - self._began)

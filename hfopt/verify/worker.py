@@ -1,0 +1,169 @@
+"""The child of a dry run: real optimizer steps by the real Trainer on the longest batches, then one evaluation step; measured, as JSON.
+
+Started by dryrun.py as `python -m hfopt.verify.worker FOLDER`; reads FOLDER/job.pickle and writes FOLDER/trial.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hfopt.errors import DryRunError, HfoptError
+from hfopt.schema import Candidate, TrainJob, Workload
+from hfopt.verify.arguments import Device, training_arguments
+from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
+from hfopt.workload.build import skeleton
+from hfopt.workload.model import from_spec
+
+_OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the parent asks for."""
+
+    job: TrainJob
+    candidate: Candidate
+    device: Device
+    steps: int
+
+
+class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
+    """As many samples as asked; what they are is decided when the batch is made."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _trainer(workload: Workload, model: Any, order: Order, folder: Path, clock: StepClock) -> Any:
+    fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
+    chosen = training_arguments(
+        order.job, order.candidate, device=order.device, steps=order.steps, output_dir=str(folder / "output"), fields=fields
+    )
+    args = transformers.TrainingArguments(**chosen)
+    compute_loss = workload.compute_loss
+
+    class DryTrainer(transformers.Trainer):  # type: ignore[misc]
+        """The Trainer with the workload's own loss, where it has one."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            if compute_loss is None:
+                return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+            loss = compute_loss(model, inputs)
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+            if compute_loss is None:
+                return super().prediction_step(model, inputs, *rest, **options)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                return compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    window = order.candidate.per_device_batch * order.candidate.accumulation
+    return DryTrainer(
+        model=model,
+        args=args,
+        train_dataset=_Samples(window * order.steps),
+        eval_dataset=_Samples(args.per_device_eval_batch_size),
+        data_collator=lambda samples: workload.make_batch(len(samples)),
+        callbacks=[clock],
+    )
+
+
+def _build(workload: Workload, device: Device) -> Any:
+    """On the virtual card weights take no host memory: parameters appear on it one by one, as `.to("cuda")` would put them."""
+    if device != "virtual":
+        return workload.build_model()
+    model = skeleton(workload.build_model)
+    _materialise(model, {})
+    return model
+
+
+def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """In the order of nn.Module._apply: children first, then parameters, then buffers; tied parameters once."""
+    for child in module.children():
+        _materialise(child, done)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in done:
+            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
+            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__)
+            done[id(parameter)] = parameter, new
+        module._parameters[name] = done[id(parameter)][1]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to("cuda")
+
+
+def _measure(order: Order, folder: Path) -> dict[str, Any]:
+    """One dry run. Any error but memory's leaves this function."""
+    if order.device != "cpu" and not torch.cuda.is_available():
+        raise DryRunError("there is no CUDA device here to run on")
+    spec = order.job.model
+    if order.candidate.attn_implementation is not None:
+        spec = dataclasses.replace(spec, attn_implementation=order.candidate.attn_implementation)
+    workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
+    meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
+    clock = StepClock(meter)
+    facts: dict[str, Any] = {"outcome": "ok"}
+    phase = "loading the model"
+    try:
+        trainer = _trainer(workload, _build(workload, order.device), order, folder, clock)
+        phase = "the training steps"
+        trainer.train()
+        facts |= meter.peaks()
+        meter.reset()
+        phase = "the evaluation step"
+        trainer.evaluate()
+        facts["eval_peak_reserved_bytes"] = meter.peaks()["peak_reserved_bytes"]
+    except (RuntimeError, MemoryError) as error:
+        if not _is_oom(error):
+            raise
+        facts |= {"outcome": "oom", "message": f"out of memory in {phase}, step {clock.steps + 1}: {_brief(error)}", **meter.peaks()}
+    if order.device != "virtual" and len(clock.step_s) > 1:
+        facts |= {"step_s": statistics.median(clock.step_s[1:]), "data_wait_s": statistics.median(clock.wait_s[1:])}
+    return facts
+
+
+def _is_oom(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in _OOM_WORDS)
+
+
+def _brief(error: BaseException) -> str:
+    return str(error).partition(" Including non-PyTorch")[0].partition("\n")[0] or type(error).__name__
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    order = Order(**pickle.loads((folder / "job.pickle").read_bytes()))
+    try:
+        facts = _measure(order, folder)
+    except HfoptError as error:
+        facts = {"outcome": "error", "message": str(error)}
+    except Exception as error:  # the parent tells it in one sentence; the traceback stays in its log
+        facts = {"outcome": "error", "message": f"{type(error).__name__}: {_brief(error)}"}
+        (folder / "trial.json").write_text(json.dumps(facts))
+        raise
+    (folder / "trial.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
