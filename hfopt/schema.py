@@ -157,6 +157,11 @@ class Gpu:
     catalog_name: str | None = None  # None: not in the catalog, planned by memory only
     source: str | None = None
 
+    @property
+    def available_bytes(self) -> int:
+        """What a new process can take: what is free now, else what CUDA shows as total, else all of it."""
+        return next(size for size in (self.free_bytes, self.usable_bytes, self.memory_bytes) if size is not None)
+
     def supports(self, precision: Precision) -> bool:
         """bf16 and tf32 need 8.0; fp16 tensor cores came with 7.0, before that fp16 saves memory only."""
         if precision in ("bf16", "tf32"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HardwareError
-from hfopt.hardware.names import plain, size_gb, without_size, words
+from hfopt.hardware.names import is_mig, plain, size_gb, without_size, words
 from hfopt.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -119,27 +119,37 @@ def nearest(name: str, count: int = 5) -> tuple[str, ...]:
     """The catalog names most like this one."""
     from difflib import SequenceMatcher
 
-    wanted = " ".join(sorted(without_size(words(name)))) or name.lower()
+    wanted = without_size(words(name)) or {name.lower()[:64]}
 
     def likeness(entry: Entry) -> float:
-        return SequenceMatcher(None, wanted, " ".join(sorted(without_size(words(entry.name))))).ratio()
+        """How well each word asked for is met by the card's best one, less a little for words that were not asked for."""
+        has = without_size(words(entry.name))
+        met = sum(max(SequenceMatcher(None, word, other).ratio() for other in has) for word in wanted) / len(wanted)
+        return met - 0.02 * len(has - wanted)
 
     return tuple(entry.name for entry in sorted(entries(), key=likeness, reverse=True)[:count])
 
 
 def _candidates(name: str) -> list[Entry]:
-    """Entries that the name fits, the best kind of fit only: the full name, the same words, the same but for the size, more words."""
-    wanted, size = words(name), size_gb(words(name))
+    """Entries that the name fits, the best kind of fit only: the full name, the same words, the same but for the size, more words.
+
+    A size may stand for a card's memory though its name has none ('3090 24GB'); in the name of a MIG instance it is the whole card's.
+    """
+    wanted = words(name)
     if not without_size(wanted):
         return []
-    fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.figures["memory_bytes"], size)]
+    if is_mig(wanted):
+        fitting, core = list(mig_entries()), wanted
+    else:
+        size, core = size_gb(wanted), without_size(wanted)
+        fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.figures["memory_bytes"], size)]
     kinds: tuple[Callable[[Entry], bool], ...] = (
         lambda entry: plain(entry.name) == plain(name),
         lambda entry: plain(name) in map(plain, entry.names),
         lambda entry: wanted == words(entry.name),
         lambda entry: wanted in entry.spellings,
-        lambda entry: without_size(wanted) == without_size(words(entry.name)),
-        lambda entry: any(without_size(wanted) <= spelling for spelling in entry.spellings),
+        lambda entry: core == without_size(words(entry.name)),
+        lambda entry: any(core <= spelling for spelling in entry.spellings),
     )
     for fits in kinds:
         if found := [entry for entry in fitting if fits(entry)]:
@@ -180,12 +190,49 @@ def entries() -> tuple[Entry, ...]:
     return tuple(_entry(card, architectures[card["architecture"]]) for card in table()["cards"])
 
 
+@cache
+def mig_entries() -> tuple[Entry, ...]:
+    """The MIG instances of the cards that can be split, as cards of their own."""
+    whole = {entry.name: entry for entry in entries()}
+    return tuple(
+        _instance(whole[name], profile, share, group)
+        for group in table()["mig"]
+        for name in group["cards"]
+        for profile, share in group["profiles"].items()
+    )
+
+
+def driver_reserve_mib(memory_mib: int) -> float:
+    """What the driver is taken to keep of a card's memory where no report says; gpus.toml says what it rests on."""
+    reserve = table()["driver_reserve"]
+    return float(min(reserve["fixed_mib"] + reserve["share"] * memory_mib, reserve["most_mib"]))
+
+
+def _instance(card: Entry, profile: str, share: tuple[int, int, int], group: Mapping[str, Any]) -> Entry:
+    """An instance's share of the card: SMs for the peaks, memory slices for the bandwidth."""
+    mib, sms, slices = share
+    of_card = card.figures
+    figures = {
+        **of_card,
+        "name": f"{card.name} MIG {profile}",
+        "memory_bytes": mib * MIB,
+        "usable_bytes": mib * MIB,
+        "sms": sms,
+        "bandwidth_bytes_per_s": of_card["bandwidth_bytes_per_s"] * slices / group["slices"],
+        "peak_flops": {precision: peak * sms / of_card["sms"] for precision, peak in of_card["peak_flops"].items()},
+        "nvlink_bytes_per_s": None,
+        "mig": True,
+        "source": group["source"],
+    }
+    return Entry(figures, [f"{name} MIG {profile}" for name in card.names[1:]])
+
+
 def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
     boost_hz, tensor_hz = card["boost_mhz"] * 1e6, card.get("tensor_mhz", card["boost_mhz"]) * 1e6
     figures = {
         "name": card["name"],
         "memory_bytes": card["memory_mib"] * MIB,
-        "usable_bytes": card["usable_mib"] * MIB if "usable_mib" in card else None,
+        "usable_bytes": int(card.get("usable_mib", card["memory_mib"] - driver_reserve_mib(card["memory_mib"])) * MIB),
         "capability": (architecture["capability"][0], architecture["capability"][1]),
         "sms": card["sms"],
         "bandwidth_bytes_per_s": card["bandwidth_gb_s"] * 1e9,

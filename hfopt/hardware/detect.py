@@ -120,6 +120,7 @@ def _gpu(device: nvml.Device) -> Gpu | None:
         gpu,
         capability=gpu.capability or known.capability,
         sms=known.sms,
+        usable_bytes=gpu.usable_bytes if gpu.usable_bytes is not None or device.parent else known.usable_bytes,
         bandwidth_bytes_per_s=known.bandwidth_bytes_per_s,
         peak_flops=known.peak_flops,
         power_limit_w=gpu.power_limit_w or known.power_limit_w,

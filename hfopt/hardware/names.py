@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 _NOISE = frozenset(
     {"nvidia", "geforce", "rtx", "gtx", "tesla", "gpu", "graphics", "card", "generation", "gen", "edition", "design", "with"}
@@ -15,11 +16,11 @@ _SYNONYMS = {"mobile": "laptop", "notebook": "laptop", "ws": "workstation"}
 _REWRITES = (
     (r"titan[\s_-]*(rtx|xp|x|v)\b", r"titan\1"),  # here 'rtx' is the name
     (r"max[\s_-]*q", "maxq"),
-    (r"(\d+)\s*gi?b\b", r" \1gb "),
+    (r"(?<![.\d])(\d+)\s*gi?b\b", r" \1gb "),  # but not in the MIG profile 1g.5gb
     (r"\bsxm\d?\b", "sxm"),
     (r"\bpci-?e\b", "pcie"),
     (r"\b(rtx|gtx)(?=[a\d])", r"\1 "),
-    (r"\b(\d{4})(ti|super|m|d|s)\b", r"\1 \2"),
+    (r"\b(\d{4})(ti|super|tisuper|m|d|s)\b", r"\1 \2"),
     (r"\b(\d{4})\s*(ti)?\s*m\b", r"\1 \2 laptop"),
     (r"\b(\d{4}(?:\s*ti)?)\s*s\b", r"\1 super"),
     (r"\btisuper\b", "ti super"),
@@ -27,6 +28,7 @@ _REWRITES = (
 _SIZE = r"(\d+)gb"
 
 
+@lru_cache(maxsize=1024)
 def words(name: str) -> frozenset[str]:
     """The words of a name that tell cards apart."""
     text = name.lower()
@@ -34,6 +36,11 @@ def words(name: str) -> frozenset[str]:
         text = re.sub(pattern, replacement, text)
     found = re.findall(r"\d+g\.\d+gb|[a-z]*\d+[a-z]*|[a-z]+", text)
     return frozenset(_SYNONYMS.get(word, word) for word in found if word not in _NOISE)
+
+
+def is_mig(found: frozenset[str]) -> bool:
+    """Whether the words name a MIG instance ('mig', '1g.5gb') and not a whole card."""
+    return "mig" in found or any(re.fullmatch(r"\d+g\.\d+gb", word) for word in found)
 
 
 def size_gb(found: frozenset[str]) -> int | None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
@@ -33,6 +35,69 @@ def test_a_printed_half_precision_figure_is_the_architectures_rate(card: dict[st
     assert catalog.find(card["name"]).peak_flops["fp16"] * 1e-12 == pytest.approx(card["fp16_tflops"], rel=0.013)
 
 
+def test_there_are_enough_cards_each_with_its_facts() -> None:
+    assert len(catalog.cards()) >= 100
+    assert len({gpu.name for gpu in catalog.cards()}) == len(catalog.cards())
+    for gpu in catalog.cards():
+        assert gpu.source and gpu.capability and gpu.power_limit_w and gpu.pcie_bytes_per_s
+
+
+@pytest.mark.parametrize("architecture", TABLE["architectures"])
+def test_rates_of_an_architecture_stand_in_the_usual_ratios(architecture: str) -> None:
+    """bf16 is as fast as fp16, TF32 half of it, fp8 twice; none before its time; tensor cores are never slower than the others."""
+    rates, capability = (TABLE["architectures"][architecture][key] for key in ("flops_per_sm_clock", "capability"))
+    assert ("bf16" in rates) == ("tf32" in rates) == (capability >= [8, 0])
+    assert ("fp8" in rates) == (capability >= [8, 9])
+    assert rates["fp16"] >= rates["fp32"]
+    if "bf16" in rates:
+        assert rates["bf16"] == rates["fp16"] == 2 * rates["tf32"]
+    if "fp8" in rates:
+        assert rates["fp8"] == 2 * rates["fp16"]
+
+
+@pytest.mark.parametrize("family", ["turing", "ampere", "ada", "blackwell"])
+def test_geforce_cards_accumulate_in_float32_at_half_rate(family: str) -> None:
+    rates = [TABLE["architectures"][f"{family}_{kind}"]["flops_per_sm_clock"]["fp16"] for kind in ("geforce", "pro")]
+    assert 2 * rates[0] == rates[1]
+
+
+@pytest.mark.parametrize(
+    "card", [card for card in CARDS if card["bus_bits"] <= 512 and "Jetson" not in card["name"]], ids=lambda card: card["name"]
+)
+def test_the_memory_is_a_whole_number_of_chips(card: dict[str, Any]) -> None:
+    """The driver reports the chips' size less the little that firmware takes, and less 1/16 where ECC is on; chips fill the bus evenly."""
+    per_chip_gib = [-(-size_mib // 1024) / (card["bus_bits"] / 32) for size_mib in (card["memory_mib"], card["memory_mib"] * 16 // 15)]
+    assert any(size in (0.5, 1, 1.5, 2, 3, 4, 6) for size in per_chip_gib), per_chip_gib
+
+
+@each_gpu
+def test_a_program_sees_a_little_less_than_the_driver(gpu: Gpu) -> None:
+    assert gpu.usable_bytes is not None
+    assert 0.92 < gpu.usable_bytes / gpu.memory_bytes < 1
+    assert gpu.available_bytes == gpu.usable_bytes
+
+
+@pytest.mark.parametrize("card", [card for card in CARDS if "usable_mib" in card], ids=lambda card: card["name"])
+def test_the_rule_for_the_drivers_reserve_bears_out_the_reports(card: dict[str, Any]) -> None:
+    kept = card["memory_mib"] - card["usable_mib"]
+    assert kept <= catalog.driver_reserve_mib(card["memory_mib"]) + 81
+
+
+@pytest.mark.parametrize("entry", catalog.mig_entries(), ids=lambda entry: entry.name)
+def test_a_mig_instance_is_a_part_of_its_card(entry: catalog.Entry) -> None:
+    gpu = entry.gpu
+    assert gpu.catalog_name is not None and gpu.sms is not None and gpu.bandwidth_bytes_per_s is not None
+    card = catalog.find(gpu.catalog_name)
+    assert card.sms is not None and card.bandwidth_bytes_per_s is not None
+    assert gpu.mig and gpu.memory_bytes < card.memory_bytes and gpu.sms <= card.sms
+    compute, memory = (int(part) for part in gpu.name.split()[-1].removesuffix("gb").split("g."))
+    assert memory * 0.94 <= gpu.memory_bytes / 2**30 <= memory
+    assert gpu.bandwidth_bytes_per_s / card.bandwidth_bytes_per_s == pytest.approx(gpu.memory_bytes / card.memory_bytes, rel=0.06)
+    assert compute * 14 <= gpu.sms <= compute * 26
+    for name in entry.names:
+        assert catalog.find(f"NVIDIA {name}") is gpu
+
+
 @each_gpu
 def test_a_cards_own_name_finds_it(gpu: Gpu) -> None:
     assert catalog.find(gpu.name) is gpu
@@ -50,6 +115,26 @@ def test_a_cards_own_name_finds_it(gpu: Gpu) -> None:
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("gtx1080ti", "GeForce GTX 1080 Ti"),
         ("4060ti 16gb", "GeForce RTX 4060 Ti 16GB"),
+        ("RTX4090", "GeForce RTX 4090"),
+        ("4090 24GB", "GeForce RTX 4090"),
+        ("geforce_rtx_3060", "GeForce RTX 3060"),
+        ("3060 8 GB", "GeForce RTX 3060 8GB"),
+        ("RTX 3070 mobile", "GeForce RTX 3070 Laptop"),
+        ("3080 ti laptop", "GeForce RTX 3080 Ti Laptop"),
+        ("4070 TI SUPER", "GeForce RTX 4070 Ti Super"),
+        ("4070tisuper", "GeForce RTX 4070 Ti Super"),
+        ("2080s", "GeForce RTX 2080 Super"),
+        ("titan rtx", "TITAN RTX"),
+        ("a6000", "RTX A6000"),
+        ("rtx 6000 ada", "RTX 6000 Ada"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("t4", "Tesla T4"),
+        ("v100-sxm2-32gb", "Tesla V100 SXM2 32GB"),
+        ("H100-SXM5-80GB", "H100 SXM"),
+        ("h200", "H200 SXM"),
+        ("orin nano", "Jetson Orin Nano 8GB"),
+        ("a30 1g.6gb", "A30 MIG 1g.6gb"),
+        ("NVIDIA A100-SXM4-80GB MIG 2g.20gb", "A100 SXM 80GB MIG 2g.20gb"),
     ],
 )
 def test_forgiving_names(asked: str, found: str) -> None:
@@ -60,3 +145,47 @@ def test_a_name_for_several_memory_sizes_is_refused_with_the_list() -> None:
     with pytest.raises(HardwareError) as caught:
         catalog.find("a100")
     assert "A100 SXM 40GB" in str(caught.value) and "A100 PCIe 80GB" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "among"), [("h100", "H100 NVL"), ("4060 ti", "GeForce RTX 4060 Ti 16GB"), ("rtx 6000", "Quadro RTX 6000")]
+)
+def test_other_ambiguous_names(asked: str, among: str) -> None:
+    with pytest.raises(HardwareError, match=among):
+        catalog.find(asked)
+
+
+def test_form_factors_of_one_memory_are_taken_for_the_slowest_and_it_is_said() -> None:
+    match = catalog.lookup("A100-80GB")
+    assert match.gpu.name == "A100 PCIe 80GB"
+    assert match.note is not None and "A100 SXM 80GB" in match.note
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [
+        ("RTX 3071", "GeForce RTX 3070"),
+        ("3090 16gb", "GeForce RTX 3090"),
+        ("A100O", "A100 SXM 40GB"),
+        ("titan", "TITAN RTX"),
+        ("RTX 9999", "GeForce RTX 4090"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest(asked: str, near: str) -> None:
+    with pytest.raises(catalog.UnknownCardError) as caught:
+        catalog.find(asked)
+    assert asked in str(caught.value) and near in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("odd", ["", "   ", "80gb", "gpu", "nvidia", "\x00", "💥", "a" * 10_000, "(((", "ti", "laptop"])
+def test_odd_names_are_refused_and_never_crash(odd: str) -> None:
+    with pytest.raises(HardwareError):
+        catalog.find(odd)
+
+
+@given(st.text(max_size=40))
+def test_any_text_finds_a_card_or_is_refused(text: str) -> None:
+    try:
+        assert catalog.find(text) is not None
+    except HardwareError as error:
+        assert str(error)
