@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 
-def build_here(assemble: Callable[[], nn.Module]) -> nn.Module:
-    """The module that `assemble()` makes, in the form of the calling context, in training mode."""
+def build_here(assemble: Callable[[], nn.Module], real: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """The module that `assemble()` makes, in the form of the calling context, in training mode; `real` makes it where tensors are real."""
     fake_mode = _active_fake_mode()
     if fake_mode is not None:
         model = skeleton(assemble)
@@ -29,12 +29,19 @@ def build_here(assemble: Callable[[], nn.Module]) -> nn.Module:
         model = skeleton(assemble)
         _replace_tensors(model, lambda tensor: tensor.to("meta"))
         return model
-    return assemble().train()
+    return (real or assemble)().train()
+
+
+@contextmanager
+def unfaked() -> Iterator[None]:
+    """Tensors made in here are real CPU tensors whatever the caller's context."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
 
 
 def skeleton(assemble: Callable[[], nn.Module]) -> nn.Module:
     """The module with its parameters on the meta device and its buffers real."""
-    with _disable_current_modes(), torch.device("cpu"), _parameters_on_meta():
+    with unfaked(), _parameters_on_meta():
         return assemble().train()
 
 

@@ -65,6 +65,17 @@ def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:
     return found
 
 
+def task_of_class(class_name: str) -> Task:
+    """The task a model class is for, by transformers' tables; 'custom' for a class they do not name."""
+    from transformers.models.auto import modeling_auto
+
+    for task, table_name in _TABLES.items():
+        names = getattr(modeling_auto, table_name).values()
+        if any(class_name == entry or (not isinstance(entry, str) and class_name in entry) for entry in names):
+            return "custom" if task == "embedding" else task
+    return "custom"
+
+
 def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, trainer: str = "Trainer") -> Head:
     """The class to build. A task the model has no class for is an error that lists what it has."""
     heads = heads_of(model_type)

@@ -1,0 +1,117 @@
+"""The longest samples of a dataset, found without using it up and without a trace in the random state.
+
+Lengths come from the arrow column of token ids, all of it, when there is one; else single samples are looked at, evenly spread, until a
+time limit. A dataset that can only be read once is left alone.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MOST_SAMPLES = 1024
+_TIME_LIMIT_S = 2.0
+_TOKEN_COLUMNS = ("length", "input_ids", "prompt_input_ids", "chosen_input_ids", "input_features", "input_values")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """The longest sample seen, and a shorter one so that a batch has padding where the data makes it so."""
+
+    longest: Any
+    shorter: Any | None
+    seen: int
+    of: int | None
+
+    def batch_of(self, count: int) -> list[Any]:
+        """`count` samples with the longest among them; the second is the shorter one."""
+        samples = [self.longest] * count
+        if count > 1 and self.shorter is not None:
+            samples[1] = self.shorter
+        return samples
+
+
+@contextmanager
+def same_random_state() -> Iterator[None]:
+    """Leaves Python's, NumPy's and torch's generators as they were."""
+    import numpy
+
+    python, numpy_state, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numpy_state)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+def longest_samples(dataset: Any) -> Samples | None:
+    """None: there is no dataset, it is empty, or it can be read only once."""
+    if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
+        return None
+    column = _column_lengths(dataset)
+    if column is not None:
+        order = sorted(range(len(column)), key=column.__getitem__)
+        shorter = dataset[order[len(order) // 2]] if column[order[len(order) // 2]] < column[order[-1]] else None
+        return Samples(longest=dataset[order[-1]], shorter=shorter, seen=len(column), of=len(dataset))
+    sized = sorted(((sample_size(sample), index, sample) for index, sample in _spread(dataset)), key=lambda entry: entry[:2])
+    size, _, longest = sized[-1]
+    middle_size, _, middle = sized[len(sized) // 2]
+    return Samples(longest=longest, shorter=middle if middle_size < size else None, seen=len(sized), of=len(dataset))
+
+
+def sample_size(sample: Any) -> int:
+    """How many numbers (or characters) a sample holds; only the order matters."""
+    if isinstance(sample, Mapping):
+        return sum(sample_size(value) for value in sample.values())
+    if isinstance(sample, torch.Tensor):
+        return int(sample.numel())
+    if isinstance(sample, (str, bytes)):
+        return len(sample)
+    size = getattr(sample, "size", None)
+    if isinstance(size, int):  # an array
+        return size
+    if isinstance(size, tuple) and len(size) == 2:  # an image
+        return int(size[0]) * int(size[1])
+    if isinstance(sample, Sequence):
+        return sum(sample_size(value) for value in sample) if sample and not isinstance(sample[0], (int, float)) else len(sample)
+    return 1
+
+
+def _spread(dataset: Any) -> Iterable[tuple[int, Any]]:
+    """Samples evenly spread over the dataset, until there are enough or the time is up; always at least one."""
+    began, step = time.monotonic(), max(1, len(dataset) // _MOST_SAMPLES)
+    for index in range(0, len(dataset), step):
+        yield index, dataset[index]
+        if time.monotonic() - began > _TIME_LIMIT_S:
+            return
+
+
+def _column_lengths(dataset: Any) -> list[int] | None:
+    """Lengths from the arrow column of a `datasets.Dataset`; its transforms are not run."""
+    names = getattr(dataset, "column_names", None)
+    column = next((name for name in _TOKEN_COLUMNS if isinstance(names, list) and name in names), None)
+    if column is None or not hasattr(dataset, "with_format"):
+        return None
+    import pyarrow as arrow
+    import pyarrow.compute as compute
+
+    lengths: list[int] = []
+    for part in dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000):
+        values = part[column]
+        if arrow.types.is_integer(values.type):
+            lengths += values.to_pylist()
+        elif arrow.types.is_list(values.type) or arrow.types.is_large_list(values.type):
+            lengths += compute.list_value_length(values).to_pylist()
+        else:
+            return None
+    return [length or 0 for length in lengths]

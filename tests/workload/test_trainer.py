@@ -1,0 +1,183 @@
+"""A workload from a live Trainer: same model, same loss, the longest samples, and the trainer as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+from hfopt.errors import WorkloadError
+from hfopt.workload.samples import longest_samples, sample_size
+from hfopt.workload.trainer import from_trainer
+
+LENGTHS = [3, 9, 5, 21, 7, 4]
+CONFIG = BertConfig(
+    hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=50, max_position_embeddings=32
+)
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Any]]):
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        random.random()  # as augmentation does
+        return {"input_ids": [1] * LENGTHS[index], "labels": index % 2, "unused": "text"}
+
+
+def _pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    assert all("unused" not in sample for sample in samples)
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = [sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples]
+    ids = torch.tensor(rows)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([sample["labels"] for sample in samples])}
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    def make(trainer_class: type[Trainer] = Trainer, model: nn.Module | None = None, **options: Any) -> Trainer:
+        arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=2, max_steps=2)
+        given = {"data_collator": _pad, "train_dataset": Sentences(), **options}
+        return trainer_class(model=model or BertForSequenceClassification(CONFIG), args=arguments, **given)
+
+    return make
+
+
+def test_it_is_the_trainers_model_and_longest_sample(make_trainer: Any, faked: Any) -> None:
+    trainer = make_trainer()
+    workload = from_trainer(trainer)
+    assert (workload.task, workload.model_class, workload.layers) == ("sequence_classification", "BertForSequenceClassification", 2)
+    assert workload.parameters == sum(parameter.numel() for parameter in trainer.model.parameters())
+    assert workload.shape.length == max(LENGTHS) and workload.shape.padded and workload.tokens_per_sample == max(LENGTHS)
+    assert workload.make_batch(5)["input_ids"].shape == (5, max(LENGTHS))
+    assert workload.compute_loss is None
+    with faked():
+        model = workload.build_model()
+        loss = model(**workload.make_batch(3)).loss
+        loss.backward()
+    assert type(loss).__name__ == "FakeTensor" and model.training
+    with torch.device("meta"):
+        assert all(parameter.device.type == "meta" for parameter in workload.build_model().parameters())
+
+
+def test_a_real_build_has_the_weights_and_shares_none(make_trainer: Any) -> None:
+    trainer = make_trainer()
+    twin = from_trainer(trainer).build_model()
+    for ours, theirs in zip(twin.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
+
+
+def test_nothing_of_the_trainer_changes(make_trainer: Any, faked: Any) -> None:
+    trainer = make_trainer()
+    before = dict(vars(trainer))
+    weights = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    states = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    workload = from_trainer(trainer)
+    with faked():
+        workload.build_model()
+    workload.make_batch(4)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert vars(trainer) == before
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in trainer.model.state_dict().items())
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def test_training_afterwards_is_as_without_it(make_trainer: Any) -> None:
+    def losses(look: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(model=BertForSequenceClassification(CONFIG))
+        if look:
+            from_trainer(trainer).make_batch(3)
+        trainer.train()
+        return [parameter.detach() for parameter in trainer.model.parameters()]
+
+    for without, with_look in zip(losses(False), losses(True), strict=True):
+        assert torch.equal(without, with_look)
+
+
+class OwnLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        self.state.log_history.append({"seen": 1.0})
+        labels = inputs.pop("labels")
+        return 7 + nn.functional.cross_entropy(model(**inputs).logits, labels)
+
+
+def test_its_own_loss_is_used_and_may_empty_the_batch(make_trainer: Any) -> None:
+    trainer = make_trainer(OwnLoss)
+    workload = from_trainer(trainer)
+    assert workload.compute_loss is not None
+    batch = workload.make_batch(2)
+    assert workload.compute_loss(workload.build_model(), batch) > 7 and "labels" in batch
+    assert trainer.state.log_history == []
+
+
+def test_after_training_the_copy_is_free_of_accelerates_wrapping(make_trainer: Any) -> None:
+    trainer = make_trainer()
+    trainer.train()
+    twin = from_trainer(trainer).build_model()
+    assert "forward" not in vars(twin) and not getattr(twin, "is_gradient_checkpointing", False)
+
+
+class Once(torch.utils.data.IterableDataset[dict[str, Any]]):
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        self.read += 1
+        yield Sentences()[0]
+
+
+def test_a_stream_is_left_alone_and_that_is_said(make_trainer: Any) -> None:
+    stream = Once()
+    workload = from_trainer(make_trainer(train_dataset=stream))
+    assert stream.read == 0 and workload.shape.length == CONFIG.max_position_embeddings
+    assert any("left alone" in note for note in workload.notes)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+def test_a_plain_module_is_a_custom_task(make_trainer: Any) -> None:
+    data = [{"x": [0.0] * 4, "labels": 1} for _ in range(3)]
+    workload = from_trainer(make_trainer(model=Plain(), train_dataset=data, data_collator=None))
+    assert workload.task == "custom" and workload.parameters == 10
+    assert workload.build_model()(**workload.make_batch(3))["loss"].ndim == 0
+
+
+def test_a_plain_module_on_a_stream_is_refused(make_trainer: Any) -> None:
+    with pytest.raises(WorkloadError, match="read once"):
+        from_trainer(make_trainer(model=Plain(), train_dataset=Once()))
+
+
+def test_arrow_columns_tell_lengths_without_their_transform() -> None:
+    import datasets
+
+    calls: list[int] = []
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["input_ids"]))
+        return batch
+
+    table = datasets.Dataset.from_dict({"input_ids": [[1] * length for length in LENGTHS]})
+    found = longest_samples(table.with_transform(transform))
+    assert found is not None and len(found.longest["input_ids"]) == max(LENGTHS) and found.seen == len(LENGTHS)
+    assert sum(calls) == 2, "only the two samples that are used"
+
+
+def test_sizes_order_samples_of_all_kinds() -> None:
+    assert sample_size({"input_ids": [1, 2, 3], "label": 1}) == 4
+    assert sample_size(torch.zeros(2, 3)) == 6 and sample_size("abcd") == 4 and sample_size(numpy.zeros((2, 5))) == 10
+    assert sample_size({"rows": [[1, 2], [3]]}) == 3 and longest_samples([]) is None and longest_samples(None) is None
