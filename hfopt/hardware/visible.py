@@ -1,7 +1,7 @@
 """Which of the machine's cards CUDA shows this process: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, read as the driver reads them.
 
-Unset shows all, empty shows none. Entries are indices, or prefixes of a UUID (GPU-..., MIG-...). The first entry that names no card hides
-itself and all after it (so '0,-1,1' shows one card); an entry given twice, or a prefix that fits two cards, shows none at all.
+Unset shows all, empty shows none. Entries are indices, or prefixes of a UUID (GPU-..., MIG-...), all of the kind of the first. The first
+entry that names no card hides itself and all after it ('0,-1,1' shows one card); a card given twice, or a prefix that fits two, shows none.
 Indices count in CUDA's order: the fastest card first and the others by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID.
 Of MIG instances CUDA shows one process one; indices do not reach them while there are whole cards.
 """
@@ -32,9 +32,10 @@ def visible(listed: Sequence[Listed], environment: Mapping[str, str]) -> tuple[L
     if wanted is None:
         return tuple(whole or instances[:1])
     chosen: list[Listed] = []
-    for entry in wanted.split(","):
-        fitting = _fitting(entry.strip(), whole or instances[:1], ordered)
-        if not fitting:
+    entries = [entry.strip() for entry in wanted.split(",")]
+    for entry in entries:
+        fitting = _fitting(entry, whole or instances[:1], ordered)
+        if not fitting or _kind(entry) != _kind(entries[0]):
             break
         if len(fitting) > 1 or fitting[0] in chosen:
             return ()
@@ -44,8 +45,12 @@ def visible(listed: Sequence[Listed], environment: Mapping[str, str]) -> tuple[L
     return tuple(chosen)
 
 
+def _kind(entry: str) -> str:
+    return entry[:4] if entry.startswith(("GPU-", "MIG-")) else "index"
+
+
 def _fitting(entry: str, by_index: Sequence[Listed], ordered: Sequence[Listed]) -> list[Listed]:
-    if entry.startswith(("GPU-", "MIG-")):
+    if _kind(entry) != "index":
         named = [device for device in ordered if device.uuid.startswith(entry) or (device.legacy_uuid or "").startswith(entry)]
         if entry.startswith("GPU-"):  # a card in MIG mode stands for its first instance
             named = [by_index[0] if device.split and by_index and by_index[0].mig else device for device in named]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
+from nvml_standin import NvmlStandin
 
 from hfopt.hardware.visible import Listed, visible
 
@@ -41,6 +47,11 @@ def shown(value: str | None, cards: tuple[Listed, ...] = CARDS, order: str | Non
         ("GPU-ff,GPU-bb", []),
         ("GPU-bb,GPU-ff,GPU-cc", [2]),
         ("GPU-bb,GPU-bb33", []),  # the same twice
+        ("0,GPU-bb", [0]),  # another kind than the first ends the list
+        ("GPU-bb,0", [2]),
+        ("0x1", [0]),
+        ("--1", []),
+        ("GPU-bb33,", [2]),
         ("gpu-bb", []),  # case matters
     ],
 )
@@ -75,3 +86,33 @@ def test_whole_cards_come_before_mig_instances() -> None:
 
 def test_no_cards_show_nothing() -> None:
     assert shown(None, ()) == [] and shown("0", ()) == []
+
+
+@pytest.mark.slow
+def test_pytorch_reads_it_the_same_way(nvml_standin: NvmlStandin) -> None:
+    """torch counts the visible cards through NVML by its own reading of the variable; MIG entries it leaves to the driver."""
+    for index, card in enumerate(CARDS):
+        nvml_standin.card(index, uuid=card.uuid)
+    values = ["", "-1", "none", "2", "2,0", " 1 , 3 ", "+1", "1x,2", "0,-1,1", "0,9,1", "0,,1", "1,1", "9", "0x1", "1.5", "0 1", "3,2,1,0"]
+    values += [
+        "GPU-bb",
+        "GPU-bb33,GPU-aa11",
+        "GPU-aa",
+        "GPU-ff,GPU-bb",
+        "GPU-bb,GPU-ff,GPU-cc",
+        "GPU-bb,GPU-bb33",
+        "0,GPU-bb",
+        "GPU-bb,0",
+        "GPU-",
+    ]
+    code = (
+        "import json, os, sys, torch\n"
+        "counts = []\n"
+        "for value in json.loads(sys.argv[1]):\n"
+        "    os.environ['CUDA_VISIBLE_DEVICES'] = value\n"
+        "    counts.append(torch.cuda._device_count_nvml())\n"
+        "print(json.dumps(counts))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(values)]
+    result = subprocess.run(command, env={**os.environ, **nvml_standin.environment}, capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout.splitlines()[-1]) == [len(shown(value)) for value in values]

@@ -126,6 +126,7 @@ API int nvmlInitWithFlags(unsigned flags)
     if (state == SUCCESS) initialised++;
     return state;
 }
+API int nvmlInit(void) { return nvmlInitWithFlags(0); }
 API int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 API int nvmlShutdown(void) { return initialised ? (initialised--, SUCCESS) : UNINITIALIZED; }
 API const char *nvmlErrorString(int code) { return code == LOST ? "GPU is lost" : "stand-in error"; }
@@ -141,6 +142,7 @@ API int nvmlDeviceGetCount_v2(unsigned *count)
     *count = (unsigned)setting("count", 0);
     return initialised ? SUCCESS : UNINITIALIZED;
 }
+API int nvmlDeviceGetCount(unsigned *count) { return nvmlDeviceGetCount_v2(count); }
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, handle **device)
 {
     if (index >= (unsigned)setting("count", 0)) return INVALID;
