@@ -39,6 +39,7 @@ COMMANDS: tuple[str, ...] = (
     # one module of this package each, in the order --help lists them; its function of the same name is the command
     "check",
     "estimate",
+    "plan",
     "rehearse",
     "gpus",
     "doctor",

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
-from hfopt.schema import Host, LoaderPlan
+from hfopt.schema import Host, LoaderPlan, StepTime
 from hfopt.units import format_rate, format_seconds
 
 MARGIN = 1.3
@@ -132,10 +132,26 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
     )
 
 
-def loader_rate(workers: int, cost: SampleCost, host: Host, *, ranks_on_node: int = 1) -> float:
-    """Samples a second the loader can deliver to one rank; without workers the caller adds the cost to the step instead."""
-    cores = max(1.0, host.cores / ranks_on_node)
-    return min(max(workers, 1), cores) / cost.mean_s
+def fed(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_on_node: int = 1) -> StepTime:
+    """The step as the loader lets it run, for `samples` per rank: without workers it waits for every sample, with them it is no faster
+    than they are."""
+    prepare_s = samples * loader.sample_s
+    if loader.workers == 0:
+        step_s = time.step_s + prepare_s
+    else:
+        step_s = max(time.step_s, prepare_s / min(loader.workers, max(1.0, host.cores / ranks_on_node)))
+    slower = step_s / time.step_s
+    if slower == 1:
+        return time
+    return replace(
+        time,
+        step_s=step_s,
+        samples_per_s=time.samples_per_s / slower,
+        tokens_per_s=None if time.tokens_per_s is None else time.tokens_per_s / slower,
+        mfu=None if time.mfu is None else time.mfu / slower,
+        bound="input" if slower > 1.25 else time.bound,
+        shares={**{kind: share / slower for kind, share in time.shares.items()}, "input": 1 - 1 / slower},
+    )
 
 
 def _inline(demand: Demand, cost: SampleCost, wait_share: float, reason: str | None = None) -> LoaderPlan:

@@ -26,6 +26,9 @@ PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "b
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.80), (64, 128, 0.80), (64, 64, 0.62), (32, 32, 0.30))
 """Tile shapes of cuBLAS/CUTLASS kernels and their rate against the largest: a smaller tile reuses each loaded value less often."""
 SPLIT_K = (1, 2, 4, 8, 16)
+COMPILED_LAUNCHES, COMPILED_BYTES = 0.35, 0.45
+"""What torch.compile leaves of the memory-bound kernels of forward and backward, by fusing them: a chain of elementwise kernels becomes one
+that reads its inputs and writes its result. Set from torchtune's and torchtitan's published rows with and without compile, together."""
 HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with: the last bucket cannot
 
 
@@ -43,13 +46,22 @@ class StepTimer:
     """Prices one trace on one device: built once, asked for any batch and accumulation."""
 
     def __init__(
-        self, ops: Sequence[OpCost], speed: Speed, precision: Precision, *, ranks: Ranks | None = None, tokens_per_sample: int | None = None
+        self,
+        ops: Sequence[OpCost],
+        speed: Speed,
+        precision: Precision,
+        *,
+        ranks: Ranks | None = None,
+        tokens_per_sample: int | None = None,
+        compiled: bool = False,
     ) -> None:
         self._ops, self._speed, self._ranks = tuple(ops), speed, ranks or Ranks()
         self._tokens = tokens_per_sample
-        self._count = np.array([op.count for op in ops])
+        self._count = np.array([op.count * (_compiled_share(op, COMPILED_LAUNCHES) if compiled else 1) for op in ops])
         self._flops = np.array([(op.flops_constant, op.flops_slope) for op in ops]).reshape(-1, 2)
         self._bytes = np.array([(op.bytes_constant, op.bytes_slope) for op in ops]).reshape(-1, 2)
+        if compiled:
+            self._bytes *= np.array([_compiled_share(op, COMPILED_BYTES) / _compiled_share(op, COMPILED_LAUNCHES) for op in ops])[:, None]
         self._shapes = np.array([op.shape if len(op.shape) == 4 else ((0, 0),) * 4 for op in ops], dtype=float).reshape(-1, 4, 2)
         self._rate = np.array([_arithmetic_rate(op, speed, precision) for op in ops])
         self._bandwidth = np.array([speed.reduction_bytes_per_s if op.kind == "reduction" else speed.memory_bytes_per_s for op in ops])
@@ -87,6 +99,10 @@ class StepTimer:
             bound=self._bound(kernel_s, busy_s, step_s, exposed_s),
             shares=self._shares(kernel_s, accumulation, step_s),
         )
+
+    def forward_busy_s(self, batch: int) -> float:
+        """Device seconds of one forward: what checkpointing repeats, at most."""
+        return float(self._kernels(batch)[self._phase["forward"]].sum())
 
     def _kernels(self, batch: int) -> Floats:
         """Device seconds of each group at this batch."""
@@ -143,6 +159,11 @@ class StepTimer:
 def step_time(ops: Sequence[OpCost], speed: Speed, precision: Precision, *, batch: int, accumulation: int = 1) -> StepTime:
     """One question, one answer; a `StepTimer` answers many on the same trace."""
     return StepTimer(ops, speed, precision).at(batch, accumulation)
+
+
+def _compiled_share(op: OpCost, share: float) -> float:
+    fused = op.kind in ("elementwise", "copy", "reduction") and op.phase != "optimizer"
+    return share if fused else 1.0
 
 
 def _overlap(phases: Sequence[tuple[float, float]], asynchronous: bool) -> float:

@@ -1,0 +1,115 @@
+"""`hfopt plan`: the config with the fastest settings that fit, on stdout; the reasons on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hfopt.cli.output import people, write_out
+from hfopt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hfopt.planner import Plan, Request
+
+STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "bold red"}
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")],
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Plan for this card (see `hfopt gpus`), here or not.")] = None,
+    vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
+    num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Data-parallel devices.")] = None,
+    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
+    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
+    task: Annotated[str | None, typer.Option("--task", help="For example causal_lm or sequence_classification.")] = None,
+    section: Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys.")] = None,
+    effective_batch: Annotated[int | None, typer.Option("--effective-batch", metavar="N", min=1, help="Another batch.")] = None,
+    lr_scaling: Annotated[str, typer.Option("--lr-scaling", help="none, sqrt or linear, with --effective-batch.")] = "none",
+    keep: Annotated[list[str] | None, typer.Option("--keep", metavar="KEY", help="Leave this key as it is; may be repeated.")] = None,
+    allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
+    headroom: Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")] = 0.06,
+    dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Try the result on the device where it is here.")] = True,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
+) -> None:
+    """Return the same config with the settings that train the same model fastest without running out of memory."""
+    if json_file == Path("-") and output is None:
+        raise ConfigError("--json - and the YAML both go to stdout", hint="add -o FILE for the YAML")
+    options: dict[str, Any] = {
+        "gpu": gpu,
+        "vram_gib": vram,
+        "num_gpus": num_gpus,
+        "model": model,
+        "seq_len": seq_len,
+        "task": _task(task),
+        "section": section,
+        "effective_batch": effective_batch,
+        "lr_scaling": _scaling(lr_scaling, effective_batch),
+        "keep": frozenset(keep or ()),
+        "headroom": headroom,
+        "allow": frozenset(part for item in allow or () for part in item.split(",")),
+        "dry_run": dry_run,
+        "trust_remote_code": trust_remote_code,
+    }
+    made = _made(config, options, quiet=quiet)
+    edited = made.edited()
+    _tell(made, edited.stale_comments, quiet=quiet)
+    write_out(edited.data, output)
+    if json_file is not None:
+        text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
+        write_out(text.encode(), None if json_file == Path("-") else json_file)
+    if html_file is not None:
+        from hfopt.report.plan_page import plan_page
+
+        write_out(plan_page(made.facts, made.charts), html_file)
+
+
+def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
+    console = people(quiet=quiet)
+    shown = console.status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
+    with shown as status:
+        from hfopt.planner import Request
+        from hfopt.planner import plan as make
+
+        request: Request = Request(**options)
+        return make(config, request, progress=status.update if status is not None else lambda text: None)
+
+
+def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
+    from rich.text import Text
+
+    from hfopt.report.text import plan_lines
+
+    console = people(quiet=quiet)
+    for style, text in plan_lines(made.facts):
+        console.print(Text(text, style=STYLES[style]))
+    for stale in stale_comments:
+        console.print(
+            Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")
+        )
+
+
+def _task(task: str | None) -> str | None:
+    from typing import get_args
+
+    from hfopt.schema import Task
+
+    if task is None or task in get_args(Task):
+        return task
+    raise ConfigError(f"--task {task} is not known", hint=f"one of: {', '.join(get_args(Task))}")
+
+
+def _scaling(lr_scaling: str, effective_batch: int | None) -> str:
+    if lr_scaling not in ("none", "sqrt", "linear"):
+        raise ConfigError(f"--lr-scaling {lr_scaling} is not known", hint="one of: none, sqrt, linear")
+    if lr_scaling != "none" and effective_batch is None:
+        raise ConfigError("--lr-scaling scales with the effective batch", hint="add --effective-batch N")
+    return lr_scaling

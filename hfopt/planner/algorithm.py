@@ -1,0 +1,195 @@
+"""The algorithm on one page: read, trace, search, price, explain.
+
+1. The effective batch is fixed, unless the user asked for another.
+2. Every exact divisor × precision × checkpointing is a candidate; what the user keeps is pinned.
+3. Best-first: bounds first, a trace only for what could win, memory by replay; the fastest that fits wins.
+4. The loader is sized for the winner's demand; every change gets its reason.
+5. Where a device is here, the winner is tried on it, and what was measured is shown beside what was predicted.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hfopt.config.installed import installed
+from hfopt.planner.advice import advice
+from hfopt.planner.device import Device, device_of
+from hfopt.planner.feeding import Feeding
+from hfopt.planner.pricing import Estimator, Pricing
+from hfopt.planner.remedies import nothing_fits
+from hfopt.planner.request import Progress, Request, Subject, from_file
+from hfopt.planner.result import Plan
+from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced
+from hfopt.search.best import Found, best_first
+from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes, checkpointing_of, precision_of
+from hfopt.search.precision import NumericFacts, Precisions, precisions
+from hfopt.search.space import Space, candidates, checkpointing_choices
+
+ALTERNATIVES = 24
+
+
+def plan(
+    source: Any,
+    request: Request | None = None,
+    *,
+    progress: Progress = lambda text: None,
+    estimator: Estimator | None = None,
+    **options: Any,
+) -> Plan:
+    """The fastest settings that fit. `source` is a path to a YAML, a TrainingArguments (with `model=`), or a Trainer;
+    `options` are the fields of `Request`."""
+    started = time.perf_counter()
+    request = replace(request or Request(), **options)
+    if isinstance(source, (str, Path)):
+        subject = from_file(Path(source), request)
+    else:
+        from hfopt.planner.live import from_live
+
+        subject = from_live(source, request)
+    read_s = time.perf_counter() - started
+    made = plan_subject(subject, request, progress=progress, estimator=estimator)
+    return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
+
+
+def plan_subject(subject: Subject, request: Request, *, progress: Progress = lambda text: None, estimator: Estimator | None = None) -> Plan:
+    """The same for what is already read; `hfopt compare` asks it once per card with one estimator."""
+    job, workload = subject.job, subject.workload
+    device = device_of(subject, request)
+    effective = request.effective_batch or job.effective_batch
+    neutrality = device.neutrality(subject, request)
+    current = _current(subject)
+    allowed = _precisions(subject, device, current)
+    space = _space(subject, request, effective, allowed, current, neutrality)
+    pricing = device.pricing(workload, estimator, progress)
+
+    pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
+    found = best_first(candidates(space), pricing, device.budget_bytes, current=current.precision)
+    if not found.ranked:
+        raise nothing_fits(subject, device, pricing, found)
+    feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=job.world_size, on_gpu=device.gpu is not None)
+    winner, winner_time = found.ranked[0]
+    before = feeding.chosen(current, pricing.time(current), pricing.memory(current), fits=pricing.fits(current), loader=feeding.current())
+    after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, winner_time))
+    trial = device.dry_run(subject, request, winner, progress)
+
+    outcome = Outcome(
+        before=before,
+        after=after,
+        effective_batch=effective,
+        budget_bytes=device.budget_bytes,
+        device=device.name,
+        eval_batch=_eval_batch(subject, pricing, winner),
+        learning_rate=_learning_rate(subject, request, effective),
+    )
+    setting = Setting(args=job.args, defaults=_defaults(), kept=job.kept)
+    facts = PlanFacts(
+        job=job,
+        hardware=subject.hardware,
+        effective_batch=effective,
+        budget_bytes=device.budget_bytes,
+        before=before,
+        after=after,
+        changes=changes(setting, outcome),
+        alternatives=_alternatives(found, pricing),
+        rejected=found.rejected,
+        trial=trial,
+        neutrality=neutrality,
+        notes=(*device.notes, *subject.repairs, *workload.notes, *allowed.warnings, *pricing.estimate(winner).notes[len(workload.notes) :]),
+    )
+    return Plan(facts=replace(facts, advice=advice(facts, pricing, winner_time)), loaded=subject.loaded)
+
+
+# ---------------------------------------------------------------------------------------------- the pieces of the space
+
+
+def _current(subject: Subject) -> Candidate:
+    job = subject.job
+    return Candidate(
+        per_device_batch=job.per_device_batch,
+        accumulation=job.accumulation,
+        precision=precision_of(job.args),
+        checkpointing=checkpointing_of(job.args),
+        torch_compile=job.args.get("torch_compile") is True,
+    )
+
+
+def _precisions(subject: Subject, device: Device, current: Candidate) -> Precisions:
+    facts = NumericFacts(
+        family=subject.workload.model_class,
+        weights_dtype=device.weights_dtype(subject.workload),
+        trained_in=device.trained_in(subject.workload),
+    )
+    return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
+
+
+def _space(
+    subject: Subject, request: Request, effective: int, allowed: Precisions, current: Candidate, neutrality: Neutrality | None
+) -> Space:
+    job, workload = subject.job, subject.workload
+    kept = job.kept
+    pinned = neutrality is not None and not neutrality.neutral and "accumulation" not in request.allow and effective == job.effective_batch
+    keeps_checkpointing = bool(kept.intersection(CHECKPOINTING_KEYS))
+    choices = (
+        (current.checkpointing,)
+        if keeps_checkpointing
+        else checkpointing_choices(
+            current.checkpointing, possible=workload.checkpointable, graded=_version() >= (5, 22), layers=workload.layers
+        )
+    )
+    compiled = (current.torch_compile,) if "torch_compile" not in request.allow or current.torch_compile else (False, True)
+    fused = "optim" in request.allow and job.args.get("optim", _defaults().get("optim")) == "adamw_torch"
+    return Space(
+        effective_batch=effective,
+        world_size=job.world_size,
+        precisions=allowed.allowed,
+        checkpointings=choices,
+        batch=job.per_device_batch if "per_device_train_batch_size" in kept else None,
+        accumulation=job.accumulation if pinned or "gradient_accumulation_steps" in kept else None,
+        batch_multiple=int(job.args.get("num_generations") or 8) if job.trainer == "GRPO" else 1,
+        optims=(None, "adamw_torch_fused") if fused else (None,),
+        compiled=compiled,
+    )
+
+
+def _defaults() -> dict[str, Any]:
+    return {name: item.default for name, item in installed().fields.items()}
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in installed().version.split(".")[:2])
+
+
+# ---------------------------------------------------------------------------------------------- what follows from the winner
+
+
+def _alternatives(found: Found, pricing: Pricing) -> tuple[Priced, ...]:
+    """The runners-up with their memory; one whose own trace was not needed is priced by the trace that bounds it."""
+    return tuple(Priced(candidate=c, memory=pricing.nearest_memory(c), time=t) for c, t in found.ranked[1 : ALTERNATIVES + 1])
+
+
+def _eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[int, str] | None:
+    """Evaluation keeps no activations, so what the training step can hold evaluation can; only where the config evaluates."""
+    args = subject.job.args
+    if args.get("eval_strategy", "no") in ("no", None, False) and args.get("do_eval") is not True:
+        return None
+    now = int(args.get("per_device_eval_batch_size") or _defaults()["per_device_eval_batch_size"])
+    limit = pricing.known_limit(winner) or winner.per_device_batch
+    wanted = min(limit, 2 * winner.per_device_batch)
+    wanted = wanted // 8 * 8 if wanted >= 8 else wanted
+    if now <= limit and now >= wanted:
+        return None
+    why = "evaluation keeps no activations: it can hold what training holds" if wanted > now else f"at most {limit} is known to fit"
+    return wanted, why
+
+
+def _learning_rate(subject: Subject, request: Request, effective: int) -> tuple[float, str] | None:
+    before = subject.job.effective_batch
+    if request.lr_scaling == "none" or effective == before:
+        return None
+    rate = float(subject.job.args.get("learning_rate") or _defaults()["learning_rate"])
+    factor = effective / before if request.lr_scaling == "linear" else (effective / before) ** 0.5
+    scaled = float(f"{rate * factor:.6g}")
+    return scaled, f"--lr-scaling {request.lr_scaling}: the effective batch goes from {before} to {effective}"

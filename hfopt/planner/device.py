@@ -1,0 +1,130 @@
+"""The device that is planned for: its speed, what may be used of its memory, and what can be tried on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hfopt.estimate.memory import estimate
+from hfopt.estimate.speed import Speed, speed_of
+from hfopt.estimate.step_time import Ranks
+from hfopt.hardware import catalog
+from hfopt.planner.pricing import Estimator, Pricing
+from hfopt.planner.request import Progress, Request, Subject
+from hfopt.schema import Candidate, Gpu, Neutrality, StepSettings, Trial, Workload
+from hfopt.search.feasible import budget_bytes
+from hfopt.units import format_bytes
+from hfopt.workload.recipe import Recipe, weights_dtype
+
+CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    gpu: Gpu | None  # None: the CPU
+    name: str
+    speed: Speed
+    budget_bytes: int
+    base: StepSettings
+    ranks: Ranks
+    offset_bytes: int
+    notes: tuple[str, ...]
+
+    def pricing(self, workload: Workload, estimator: Estimator | None, progress: Progress) -> Pricing:
+        return Pricing(
+            workload=workload,
+            base=self.base,
+            speed=self.speed,
+            budget_bytes=self.budget_bytes,
+            ranks=self.ranks,
+            offset_bytes=self.offset_bytes,
+            estimator=estimator or estimate,
+            progress=progress,
+        )
+
+    def weights_dtype(self, workload: Workload) -> str | None:
+        """What the weights are stored in while training; None where only the model itself knows."""
+        recipe = workload.build_model
+        return str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else None
+
+    def trained_in(self, workload: Workload) -> str | None:
+        recipe = workload.build_model
+        stated = getattr(recipe.config, "dtype", None) if isinstance(recipe, Recipe) else None
+        return None if stated is None else str(stated).removeprefix("torch.")
+
+    def neutrality(self, subject: Subject, request: Request) -> Neutrality | None:
+        """Whether batch may be traded for accumulation at all: asked only where there is something to trade."""
+        return None
+
+    def dry_run(self, subject: Subject, request: Request, winner: Candidate, progress: Progress) -> Trial | None:
+        """The winner on the device itself, where it is here; None where it is not."""
+        return None
+
+
+def device_of(subject: Subject, request: Request) -> Device:
+    hardware, workload, args = subject.hardware, subject.workload, subject.job.args
+    gpu = hardware.smallest
+    notes = list(hardware.notes)
+    if gpu is None:
+        from hfopt.estimate.cpu_speed import cpu_speed
+
+        speed, free = cpu_speed(), hardware.host.ram_free_bytes
+        notes.append("speeds are those of this CPU, measured now")
+    else:
+        known = speed_of(gpu)
+        speed, note = (known, None) if known is not None else _stand_in(gpu)
+        notes.extend([note] if note else [])
+        free = gpu.free_bytes if gpu.free_bytes is not None else gpu.usable_bytes or gpu.memory_bytes
+    base = StepSettings(
+        optim=str(args.get("optim") or "adamw_torch"),
+        optim_args=args.get("optim_args"),
+        max_grad_norm=float(args["max_grad_norm"]) if args.get("max_grad_norm") is not None else 1.0,
+        label_smoothing=float(args.get("label_smoothing_factor") or 0.0),
+        attn_implementation=subject.job.model.attn_implementation,
+        capability=CPU_CAPABILITY if gpu is None else gpu.capability or (8, 0),
+    )
+    ranks, offset, world_note = _world(subject, workload)
+    notes.extend([world_note] if world_note else [])
+    return Device(
+        gpu=gpu,
+        name=gpu.name if gpu is not None else "the CPU",
+        speed=speed,
+        budget_bytes=budget_bytes(free, request.headroom),
+        base=base,
+        ranks=ranks,
+        offset_bytes=offset,
+        notes=tuple(notes),
+    )
+
+
+def _world(subject: Subject, workload: Workload) -> tuple[Ranks, int, str | None]:
+    """DistributedDataParallel copies the gradients into buckets; sharding divides weights, gradients and optimizer state."""
+    args, world = subject.job.args, subject.job.world_size
+    element = 2 if _half_weights(subject) else 4
+    gradients, parameters = element * workload.trainable_parameters, element * workload.parameters
+    sharded = bool(args.get("fsdp") or args.get("fsdp_config")) or _zero_3(args.get("deepspeed"))
+    ranks = Ranks(world_size=world, gradient_bytes=gradients, parameter_bytes=parameters, sharded=sharded)
+    if world == 1:
+        return ranks, 0, None
+    if not sharded:
+        return ranks, gradients, f"{world} devices: each holds the gradients twice (DistributedDataParallel's buckets), included"
+    saved = (parameters + gradients + 2 * gradients) * (world - 1) // world
+    note = f"sharded over {world} devices: {format_bytes(saved)} of weights, gradients and optimizer state are elsewhere (a formula)"
+    return ranks, -saved, note
+
+
+def _half_weights(subject: Subject) -> bool:
+    recipe = subject.workload.build_model
+    return isinstance(recipe, Recipe) and str(weights_dtype(recipe.spec, recipe.config)) in ("torch.bfloat16", "torch.float16")
+
+
+def _zero_3(deepspeed: object) -> bool:
+    return isinstance(deepspeed, dict) and (deepspeed.get("zero_optimization") or {}).get("stage") == 3
+
+
+def _stand_in(gpu: Gpu) -> tuple[Speed, str]:
+    """A card of unknown speed is ordered by the nearest known one of its capability and memory: ratios hold better than rates."""
+    alike = [card for card in catalog.cards() if card.capability == (gpu.capability or (8, 6))] or list(catalog.cards())
+    nearest = min(alike, key=lambda card: (abs(card.memory_bytes - gpu.memory_bytes), card.name))
+    speed = speed_of(nearest)
+    assert speed is not None, "every card of the catalog has its peaks"
+    return replace(speed, name=gpu.name), f"the speed of {gpu.name} is not known: rates are those of {nearest.name}, for the order only"

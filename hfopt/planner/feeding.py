@@ -1,0 +1,121 @@
+"""How the data is fed: the cost of a sample (measured where the data is at hand), the loader's plan, the step it allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hfopt.estimate.loader import Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
+from hfopt.planner.request import Subject
+from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
+
+KEYS = {
+    "workers": "dataloader_num_workers",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "pin_memory": "dataloader_pin_memory",
+    "persistent_workers": "dataloader_persistent_workers",
+}
+TYPICAL_PIXELS = 500 * 375  # of the picture the table's cost was measured on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feeding:
+    subject: Subject
+    host: Host
+    ranks: int
+    on_gpu: bool
+
+    def current(self) -> LoaderPlan:
+        """What the config has now."""
+        args = self.subject.job.args
+        workers = int(args.get("dataloader_num_workers") or 0)
+        return LoaderPlan(
+            workers=workers,
+            prefetch_factor=(int(args.get("dataloader_prefetch_factor") or 2) if workers else None),
+            pin_memory=args.get("dataloader_pin_memory") is not False,
+            persistent_workers=args.get("dataloader_persistent_workers") is True,
+            sample_s=self.cost.mean_s,
+            measured=self.cost.measured,
+            reason="as the config has it",
+        )
+
+    def planned(self, candidate: Candidate, time: StepTime) -> LoaderPlan:
+        """The smallest loader that keeps up; where nothing was measured, a loader the user has is not taken away altogether."""
+        demand = Demand(
+            micro_batch=candidate.per_device_batch,
+            step_s=time.step_s,
+            accumulation=candidate.accumulation,
+            batch_bytes=candidate.per_device_batch * self.sample_bytes,
+            ranks_on_node=self.ranks,
+            on_gpu=self.on_gpu,
+        )
+        plan, now = plan_loader(demand, self.cost, self.host), self.current()
+        if plan.workers == 0 and now.workers > 0 and not self.cost.measured:
+            reason = f"one is enough by a typical sample's cost ({self.cost.source}), and 0 would rest on that guess"
+            plan = replace(plan, workers=1, prefetch_factor=2, persistent_workers=now.persistent_workers, reason=reason)
+        if plan.workers == now.workers:
+            plan = replace(plan, persistent_workers=now.persistent_workers or plan.persistent_workers)
+        if not self.on_gpu:
+            plan = replace(plan, pin_memory=now.pin_memory)  # without a card it says nothing
+        return self._with_kept(plan, now)
+
+    def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:
+        samples = candidate.per_device_batch * candidate.accumulation
+        return Chosen(
+            candidate=candidate,
+            memory=memory,
+            time=fed(time, loader, self.host, samples=samples, ranks_on_node=self.ranks),
+            loader=loader,
+            fits=fits,
+        )
+
+    @cached_property
+    def cost(self) -> SampleCost:
+        dataset, collate = self.subject.dataset, self.subject.collate
+        if dataset is None:
+            dataset, collate = _local_dataset(self.subject.job.data.dataset), list
+        if dataset is not None and collate is not None:
+            measured = measure_cost(dataset, collate)
+            if measured is not None:
+                return measured
+        return _typical(self.subject.workload.shape, self._sample)
+
+    @cached_property
+    def sample_bytes(self) -> int:
+        return sum(value.numel() * value.element_size() for value in self._sample.values() if hasattr(value, "element_size"))
+
+    @cached_property
+    def _sample(self) -> dict[str, Any]:
+        return self.subject.workload.make_batch(1)
+
+    def _with_kept(self, plan: LoaderPlan, now: LoaderPlan) -> LoaderPlan:
+        kept = {name: getattr(now, name) for name, key in KEYS.items() if key in self.subject.job.kept}
+        plan = replace(plan, **kept)
+        if plan.workers == 0:
+            return replace(plan, prefetch_factor=None, persistent_workers=False)
+        return replace(plan, prefetch_factor=plan.prefetch_factor or 2)
+
+
+def _typical(shape: BatchShape, sample: dict[str, Any]) -> SampleCost:
+    """The table's cost for the modality; a picture larger than the table's costs by its pixels."""
+    if shape.kind in ("audio", "audio_to_text"):
+        spectrogram = "input_features" in sample or any(getattr(value, "dim", int)() > 2 for value in sample.values())
+        return typical_cost("spectrogram" if spectrogram else "audio")
+    cost = typical_cost({"text": "text", "text_to_text": "text"}.get(shape.kind, shape.kind))
+    if shape.kind == "image" and shape.height and shape.width and shape.height * shape.width > TYPICAL_PIXELS:
+        factor = shape.height * shape.width / TYPICAL_PIXELS
+        return replace(cost, mean_s=cost.mean_s * factor, deviation_s=cost.deviation_s * factor)
+    return cost
+
+
+def _local_dataset(name: str | None) -> Any:
+    """A dataset saved on this disk, opened without copying; None where it is elsewhere or not of that kind."""
+    marks = ("dataset_info.json", "dataset_dict.json")
+    if name is None or not any((Path(name) / mark).is_file() for mark in marks):
+        return None
+    import datasets
+
+    opened = datasets.load_from_disk(name)
+    return opened.get("train") if isinstance(opened, dict) else opened

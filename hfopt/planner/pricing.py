@@ -1,0 +1,167 @@
+"""Estimates on demand: each setting is traced at most once, and memory and time of any candidate are read off the traces.
+
+tf32 computes other products than fp32 but allocates the same, so they share a trace. Accumulation changes the memory only (gradients live
+through the forward), so any trace of a setting gives its kernels; and the trace with accumulation bounds the one without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from hfopt.estimate.memory import Estimate
+from hfopt.estimate.speed import Speed
+from hfopt.estimate.step_time import Ranks, StepTimer
+from hfopt.schema import Candidate, Checkpointing, MemoryPeak, StepSettings, StepTime, Workload
+
+RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
+
+Estimator = Callable[[Workload, StepSettings], Estimate]
+
+
+@dataclass(kw_only=True)
+class Pricing:
+    """The search's models, over lazily made traces."""
+
+    workload: Workload
+    base: StepSettings
+    speed: Speed
+    budget_bytes: int
+    ranks: Ranks
+    offset_bytes: int = 0  # what the world adds to one device (gradient buckets) or takes off it (shards)
+    estimator: Estimator
+    progress: Callable[[str], None] = lambda text: None
+    _estimates: dict[StepSettings, Estimate] = field(default_factory=dict)
+    _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict)
+    _limits: dict[StepSettings, int | None] = field(default_factory=dict)
+    _times: dict[Candidate, StepTime] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------------------------ what the search asks
+
+    def bound_s(self, candidate: Candidate) -> float:
+        if self._traced(candidate):
+            return self.time(candidate).step_s
+        plain = replace(candidate, checkpointing=Checkpointing())
+        if not candidate.checkpointing.on or not self._traced(plain):
+            return 0.0
+        timer = self._timer(plain)
+        repeated = RECOMPUTED_SHARE / candidate.checkpointing.every_n_layers * timer.forward_busy_s(candidate.per_device_batch)
+        return self.time(plain).step_s + candidate.accumulation * repeated
+
+    def time(self, candidate: Candidate) -> StepTime:
+        if candidate not in self._times:
+            self._times[candidate] = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
+        return self._times[candidate]
+
+    def known(self, candidate: Candidate) -> bool:
+        return self._traced(candidate)
+
+    def largest_batch(self, candidate: Candidate) -> int | None:
+        """Exact for its own kind of accumulation; a bound that already fits saves the trace."""
+        if self.settings(candidate) not in self._estimates:
+            limit = self.known_limit(candidate)
+            if limit is not None and limit >= candidate.per_device_batch:
+                return limit
+        return self._limit(self.settings(candidate))
+
+    def known_limit(self, candidate: Candidate) -> int | None:
+        settings = self.settings(candidate)
+        if settings in self._estimates:
+            return self._limit(settings)
+        other = replace(settings, accumulation=3 - settings.accumulation)
+        if other not in self._estimates:
+            return None
+        if settings.accumulation == 1:
+            return self._limit(other)
+        gradients = 2 * self._gradient_bytes(other)  # kept through the forward, and the second batch's inputs
+        return self._estimates[other].curve.largest_batch(self.budget_bytes - self.offset_bytes - gradients)
+
+    # ------------------------------------------------------------------------------------------ memory of one candidate
+
+    def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
+        peak = self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments)
+        if not self.offset_bytes:
+            return peak
+        breakdown = peak.breakdown and replace(peak.breakdown, gradients_bytes=peak.breakdown.gradients_bytes + self.offset_bytes)
+        return replace(
+            peak,
+            allocated_bytes=peak.allocated_bytes + self.offset_bytes,
+            reserved_bytes=peak.reserved_bytes + self.offset_bytes,
+            breakdown=breakdown,
+        )
+
+    def nearest_memory(self, candidate: Candidate) -> MemoryPeak:
+        """From its own trace, or from the one with the other kind of accumulation: no new trace for a runner-up."""
+        settings = self._any_accumulation(candidate)
+        accumulation = candidate.accumulation if settings is None else settings.accumulation
+        return self.memory(replace(candidate, accumulation=accumulation))
+
+    def fits(self, candidate: Candidate) -> bool:
+        limit = self._limit(self.settings(candidate))
+        return limit is not None and candidate.per_device_batch <= limit
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        return self._estimate(self.settings(candidate))
+
+    def settings(self, candidate: Candidate) -> StepSettings:
+        """The candidate as the tracer knows it, without what does not change a trace."""
+        return replace(
+            self.base,
+            precision="fp32" if candidate.precision == "tf32" else candidate.precision,
+            checkpointing=candidate.checkpointing,
+            accumulation=min(candidate.accumulation, 2),
+            optim=candidate.optim or self.base.optim,
+            attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
+        )
+
+    # ------------------------------------------------------------------------------------------ traces
+
+    def _estimate(self, settings: StepSettings) -> Estimate:
+        if settings not in self._estimates:
+            self.progress(f"tracing {self.workload.name}: {_words(settings)}")
+            self._estimates[settings] = self.estimator(self.workload, settings)
+        return self._estimates[settings]
+
+    def _any_accumulation(self, candidate: Candidate) -> StepSettings | None:
+        settings = self.settings(candidate)
+        both = (settings, replace(settings, accumulation=3 - settings.accumulation))
+        return next((one for one in both if one in self._estimates), None)
+
+    def _traced(self, candidate: Candidate) -> bool:
+        return self._any_accumulation(candidate) is not None
+
+    def _timer(self, candidate: Candidate) -> StepTimer:
+        settings = self._any_accumulation(candidate) or self.settings(candidate)
+        key = (replace(settings, accumulation=1), candidate.precision, candidate.torch_compile)
+        if key not in self._timers:
+            self._timers[key] = StepTimer(
+                self._estimate(settings).ops,
+                self.speed,
+                candidate.precision,
+                ranks=self.ranks,
+                tokens_per_sample=self.workload.tokens_per_sample,
+                compiled=candidate.torch_compile,
+            )
+        return self._timers[key]
+
+    def _limit(self, settings: StepSettings) -> int | None:
+        if settings not in self._limits:
+            self._limits[settings] = self._estimate(settings).curve.largest_batch(self.budget_bytes - self.offset_bytes)
+        return self._limits[settings]
+
+    def _gradient_bytes(self, settings: StepSettings) -> int:
+        breakdown = self._estimates[settings].curve.peak(1).breakdown
+        return 0 if breakdown is None else max(breakdown.gradients_bytes, 4 * self.workload.trainable_parameters)
+
+
+def _words(settings: StepSettings) -> str:
+    parts: list[str] = [settings.precision]
+    if settings.checkpointing.on:
+        parts.append(
+            "checkpointing"
+            if settings.checkpointing.every_n_layers == 1
+            else f"checkpointing each {settings.checkpointing.every_n_layers}. layer"
+        )
+    if settings.accumulation > 1:
+        parts.append("accumulation")
+    return ", ".join(parts)

@@ -1,0 +1,119 @@
+"""What was asked: the options of `hfopt plan`, and what is planned (config, model, data, hardware) put together from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hfopt.config.edit import upgrade
+from hfopt.config.load import Loaded, load, load_document
+from hfopt.errors import ConfigError
+from hfopt.hardware.detect import detect, named
+from hfopt.schema import DataSpec, Hardware, Task, TrainJob, Workload
+from hfopt.units import GIB
+
+ALLOWABLE = ("optim", "torch_compile", "accumulation")
+LrScaling = Literal["none", "sqrt", "linear"]
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The user's wishes; None means: as the config and the machine say."""
+
+    gpu: str | None = None
+    vram_gib: float | None = None
+    num_gpus: int | None = None
+    model: str | None = None
+    seq_len: int | None = None
+    task: Task | None = None
+    section: str | None = None
+    effective_batch: int | None = None
+    lr_scaling: LrScaling = "none"
+    keep: frozenset[str] = frozenset()
+    headroom: float = 0.06
+    allow: frozenset[str] = frozenset()
+    dry_run: bool = True
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = sorted(self.allow - set(ALLOWABLE))
+        if unknown:
+            raise ConfigError(f"--allow {unknown[0]} is not known", hint=f"can be allowed: {', '.join(ALLOWABLE)}")
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(f"--headroom {self.headroom} is no share", hint="give a number from 0 to 0.99; 0.06 leaves 6 % free")
+        if self.effective_batch is not None and self.effective_batch < 1:
+            raise ConfigError(f"--effective-batch {self.effective_batch}: a batch has at least one sample")
+        if self.seq_len is not None and self.seq_len < 1:
+            raise ConfigError(f"--seq-len {self.seq_len}: a sequence has at least one token")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What is planned: everything the algorithm needs to know about the job."""
+
+    job: TrainJob
+    workload: Workload
+    hardware: Hardware
+    loaded: Loaded | None = None
+    repairs: tuple[str, ...] = ()
+    dataset: Any = None  # the live training data, when there is one
+    collate: Callable[[list[Any]], Any] | None = None
+
+
+def hardware_of(request: Request) -> Hardware:
+    """The named card, or what is here."""
+    memory = None if request.vram_gib is None else int(request.vram_gib * GIB)
+    if request.gpu is not None:
+        return named(request.gpu, count=request.num_gpus or 1, memory_bytes=memory)
+    if memory is not None:
+        return named("a card of that size", count=request.num_gpus or 1, memory_bytes=memory)
+    found = detect()
+    if request.num_gpus is not None and found.gpus:
+        if request.num_gpus > len(found.gpus):
+            raise ConfigError(
+                f"--num-gpus {request.num_gpus}, but {len(found.gpus)} are here", hint="name the card with --gpu to plan for others"
+            )
+        return replace(found, gpus=found.gpus[: request.num_gpus])
+    return found
+
+
+def from_file(path: Path, request: Request) -> Subject:
+    """The config, repaired where the installed transformers would refuse it, with its model and data."""
+    hardware = hardware_of(request)
+    world = max(1, len(hardware.gpus))
+    loaded = load(path, section=request.section, world_size=world)
+    repairs: tuple[str, ...] = ()
+    if any(item.repair for item in loaded.found):
+        repaired = upgrade(loaded)
+        repairs = tuple(problem.message for problem in dict.fromkeys(item.problem for item in loaded.found if item.repair))
+        loaded = load_document(repaired.document, section=request.section, world_size=world)
+    errors = [problem for problem in loaded.problems if problem.severity == "error"]
+    if loaded.job is None or errors:
+        lines = [f"{p.place.path}:{p.place.line}: {p.message}" if p.place else f"{path}: {p.message}" for p in errors]
+        raise ConfigError(
+            "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
+        )
+    job = asked(loaded.job, request)
+    return Subject(job=job, workload=workload_of(job), hardware=hardware, loaded=loaded, repairs=repairs)
+
+
+def asked(job: TrainJob, request: Request) -> TrainJob:
+    """The job with what the command line says instead of the file."""
+    model = job.model
+    if request.model is not None:
+        model = replace(model, name=request.model)
+    if request.task is not None:
+        model = replace(model, task=request.task)
+    if request.trust_remote_code:
+        model = replace(model, trust_remote_code=True)
+    data: DataSpec = job.data if request.seq_len is None else replace(job.data, max_length=request.seq_len)
+    return replace(job, model=model, data=data, kept=job.kept | request.keep)
+
+
+def workload_of(job: TrainJob) -> Workload:
+    from hfopt.workload.model import from_spec
+
+    return from_spec(job.model, job.data, trainer=job.trainer)

@@ -1,0 +1,120 @@
+"""The plan as a value: facts, and what can be done with them (apply to arguments, write the YAML, print the report)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfopt.config.edit import Edited, edit
+from hfopt.config.load import Loaded
+from hfopt.errors import ConfigError
+from hfopt.schema import Candidate, Chosen, PlanCharts, PlanFacts, Priced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What `plan()` returns. `alternatives` are the candidates that fit, best first, the chosen one not among them."""
+
+    facts: PlanFacts
+    loaded: Loaded | None = None
+    charts: PlanCharts = field(default_factory=PlanCharts)
+    seconds: dict[str, float] = field(default_factory=dict)  # where the time of planning went
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.facts.after.candidate
+
+    @property
+    def alternatives(self) -> tuple[Priced, ...]:
+        return self.facts.alternatives
+
+    def apply(self, args: Any) -> Any:
+        """A copy of a TrainingArguments with the planned values; the one given stays as it is."""
+        planned = {change.key: change.after for change in self.facts.changes}
+        names = {item.name for item in dataclasses.fields(args) if item.init}
+        unknown = sorted(set(planned) - names)
+        if unknown:
+            raise ConfigError(f"{type(args).__name__} has no {unknown[0]}")
+        return dataclasses.replace(args, **planned)
+
+    def edited(self) -> Edited:
+        if self.loaded is None:
+            raise ConfigError("this plan was not made from a YAML file", hint="use apply() on the TrainingArguments instead")
+        return edit(self.loaded, self.facts.changes)
+
+    def to_yaml(self) -> str:
+        """The config's own text with the planned values; from Python arguments, the changed keys alone."""
+        if self.loaded is not None:
+            return self.edited().data.decode("utf-8")
+        import yaml
+
+        text: str = yaml.safe_dump({change.key: change.after for change in self.facts.changes}, sort_keys=False)
+        return text
+
+    def report(self) -> str:
+        """The words of `hfopt plan`, without colours."""
+        from hfopt.report.text import plan_text
+
+        return plan_text(self.facts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `hfopt plan --json`."""
+        facts = self.facts
+        return {
+            "effective_batch": facts.effective_batch,
+            "device": device_name(facts),
+            "budget_bytes": facts.budget_bytes,
+            "changes": [{"key": c.key, "before": c.before, "after": c.after, "reason": c.reason} for c in facts.changes],
+            "before": _chosen(facts.before),
+            "after": _chosen(facts.after),
+            "verified": None if facts.trial is None else {**dataclasses.asdict(facts.trial)},
+            "alternatives": [
+                {
+                    **_settings(p.candidate),
+                    "samples_per_s": p.time.samples_per_s,
+                    "step_s": p.time.step_s,
+                    "peak_reserved_bytes": p.memory.reserved_bytes,
+                }
+                for p in facts.alternatives
+            ],
+            "rejected": [{**_settings(r.candidate), "reason": r.reason} for r in facts.rejected],
+            "advice": [dataclasses.asdict(advice) for advice in facts.advice],
+            "notes": list(facts.notes),
+        }
+
+
+def device_name(facts: PlanFacts) -> str:
+    gpu = facts.hardware.smallest
+    if gpu is None:
+        return facts.hardware.host.cpu_name or "CPU"
+    count = len(facts.hardware.gpus)
+    return gpu.name if count == 1 else f"{count} × {gpu.name}"
+
+
+def _settings(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "per_device_batch": candidate.per_device_batch,
+        "accumulation": candidate.accumulation,
+        "precision": candidate.precision,
+        "checkpointing_every_n_layers": candidate.checkpointing.every_n_layers,
+        "optim": candidate.optim,
+        "torch_compile": candidate.torch_compile,
+    }
+
+
+def _chosen(chosen: Chosen) -> dict[str, Any]:
+    return {
+        **_settings(chosen.candidate),
+        "samples_per_s": chosen.time.samples_per_s,
+        "step_s": chosen.time.step_s,
+        "gpu_utilization": chosen.time.gpu_utilization,
+        "bound": chosen.time.bound,
+        "mfu": chosen.time.mfu,
+        "peak_reserved_bytes": chosen.memory.reserved_bytes,
+        "peak_allocated_bytes": chosen.memory.allocated_bytes,
+        "peak_device_bytes": chosen.memory.device_bytes,
+        "breakdown": None if chosen.memory.breakdown is None else dataclasses.asdict(chosen.memory.breakdown),
+        "dataloader_num_workers": chosen.loader.workers,
+        "fits": chosen.fits,
+    }

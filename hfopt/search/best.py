@@ -1,0 +1,94 @@
+"""Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
+
+A candidate waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back;
+at the front again it is checked for memory. The first that fits is the best; everything whose bound lies above it, ties included, is left
+unpriced. With true lower bounds the answer is that of an exhaustive search.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hfopt.schema import Candidate, Precision, Rejection, StepTime
+from hfopt.search.feasible import split
+from hfopt.search.rank import TIE, rank
+
+
+class Models(Protocol):
+    """What the search asks of the estimates."""
+
+    def bound_s(self, candidate: Candidate) -> float:
+        """No step of this candidate is faster; cheap."""
+
+    def time(self, candidate: Candidate) -> StepTime:
+        """The exact prediction; may trace."""
+
+    def largest_batch(self, candidate: Candidate) -> int | None:
+        """The largest batch that fits with its settings; may trace."""
+
+    def known(self, candidate: Candidate) -> bool:
+        """Both answers are at hand without a trace."""
+
+    def known_limit(self, candidate: Candidate) -> int | None:
+        """Like largest_batch but never traces, and may be too small."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    ranked: tuple[tuple[Candidate, StepTime], ...]  # the candidates that fit, best first; () when nothing does
+    rejected: tuple[Rejection, ...]
+
+
+def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Precision | None = None) -> Found:
+    """The candidates that fit in their order, and the others with their reasons."""
+    heap = [(models.bound_s(candidate), False, index) for index, candidate in enumerate(candidates)]
+    heapq.heapify(heap)
+    fitting: dict[Candidate, StepTime] = {}
+    rejected: list[Rejection] = []
+    best_s = float("inf")
+    left: list[tuple[float, int]] = []
+    while heap:
+        seconds, exact, index = heapq.heappop(heap)
+        candidate = candidates[index]
+        if seconds > best_s * (1 + TIE):
+            left.append((seconds, index))
+            continue
+        if not exact:
+            tighter = models.bound_s(candidate)
+            if tighter > seconds:
+                heapq.heappush(heap, (tighter, False, index))
+            else:
+                heapq.heappush(heap, (models.time(candidate).step_s, True, index))
+            continue
+        kept, refused = split([candidate], models.largest_batch, budget_bytes)
+        rejected.extend(refused)
+        if kept:
+            fitting[candidate] = models.time(candidate)
+            best_s = min(best_s, seconds)
+    _add_the_rest(left, candidates, models, budget_bytes, best_s, fitting, rejected)
+    return Found(ranked=rank(fitting, fitting.__getitem__, current=current), rejected=tuple(rejected))
+
+
+def _add_the_rest(
+    left: Sequence[tuple[float, int]],
+    candidates: Sequence[Candidate],
+    models: Models,
+    budget_bytes: int,
+    best_s: float,
+    fitting: dict[Candidate, StepTime],
+    rejected: list[Rejection],
+) -> None:
+    """What cannot win: ranked where the answer is at hand, else named with its bound."""
+    for seconds, index in left:
+        candidate = candidates[index]
+        if models.known(candidate):
+            kept, refused = split([candidate], models.known_limit, budget_bytes)
+            rejected.extend(refused)
+            if kept:
+                fitting[candidate] = models.time(candidate)
+        else:
+            slower = 100 * (seconds / best_s - 1)
+            rejected.append(Rejection(candidate=candidate, reason=f"at least {slower:.0f} % slower than the best that fits: not traced"))

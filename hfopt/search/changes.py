@@ -1,0 +1,159 @@
+"""From the chosen candidate to the keys of the YAML: only what changes something, each change with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.schema import Candidate, Change, Checkpointing, Chosen, LoaderPlan, Precision
+from hfopt.units import format_bytes, format_rate
+
+PRECISION_KEYS = ("fp16", "bf16", "tf32")
+LOADER_KEYS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers")
+PYTORCH_PREFETCH = 2  # torch.utils.data.DataLoader with workers, when nothing is said
+CHECKPOINTING_KEYS = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What the arguments were: those the file sets, the defaults in force for the others, and the keys that stay."""
+
+    args: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    kept: frozenset[str]
+
+    def value(self, key: str) -> Any:
+        return self.args[key] if self.args.get(key) is not None else self.defaults.get(key)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Before and after, and the figures the reasons quote."""
+
+    before: Chosen
+    after: Chosen
+    effective_batch: int
+    budget_bytes: int
+    device: str
+    eval_batch: tuple[int, str] | None = None  # the value and its reason
+    learning_rate: tuple[float, str] | None = None
+
+
+def precision_of(args: Mapping[str, Any]) -> Precision:
+    """What the flags say; fp16 and bf16 win over tf32, as autocast does."""
+    for name in ("bf16", "fp16", "tf32"):
+        if args.get(name) is True:
+            return name
+    return "fp32"
+
+
+def checkpointing_of(args: Mapping[str, Any]) -> Checkpointing:
+    if args.get("gradient_checkpointing") is not True:
+        return Checkpointing()
+    options = args.get("gradient_checkpointing_kwargs") or {}
+    return Checkpointing(every_n_layers=int(options.get("every_n_layers", 1)), use_reentrant=bool(options.get("use_reentrant", False)))
+
+
+def changes(setting: Setting, outcome: Outcome) -> tuple[Change, ...]:
+    """In the order a reader of the config expects: batch, precision, checkpointing, evaluation, loader."""
+    wanted = [*_batch(outcome), *_precision(setting, outcome), *_checkpointing(setting, outcome), *_others(outcome), *_loader(outcome)]
+    return tuple(
+        Change(key=key, before=setting.value(key), after=after, reason=reason)
+        for key, after, reason in wanted
+        if key not in setting.kept and not _same(setting, key, after)
+    )
+
+
+def _same(setting: Setting, key: str, after: Any) -> bool:
+    if after is None:
+        return setting.args.get(key) is None
+    return bool(setting.value(key) == after) and not (after is False and setting.value(key) is None)
+
+
+Wanted = tuple[str, Any, str]
+
+
+def _batch(outcome: Outcome) -> Iterator[Wanted]:
+    before, after = outcome.before, outcome.after
+    chosen, was = after.candidate, before.candidate
+    rate, old_rate = format_rate(after.time.samples_per_s, "samples"), format_rate(before.time.samples_per_s, "samples")
+    peak = f"{format_bytes(after.memory.device_bytes)} of {format_bytes(outcome.budget_bytes)} usable on {outcome.device}"
+    if not before.fits:
+        why = f"{was.per_device_batch} does not fit ({format_bytes(before.memory.device_bytes)}); this takes {peak}"
+    else:
+        why = f"{rate} predicted instead of {old_rate}; takes {peak}"
+    yield "per_device_train_batch_size", chosen.per_device_batch, why
+    factors = f"{chosen.per_device_batch} per device × {chosen.accumulation}"
+    yield "gradient_accumulation_steps", chosen.accumulation, f"keeps the effective batch at {outcome.effective_batch}: {factors}"
+
+
+def _precision(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
+    chosen, was = outcome.after.candidate.precision, outcome.before.candidate.precision
+    if chosen == was:
+        return
+    why = {
+        "bf16": f"tensor cores of {outcome.device} at full rate, half the activation memory, the range of float32",
+        "fp16": f"the tensor cores of {outcome.device} know fp16 only; with loss scaling",
+        "tf32": f"float32 matmuls on the tensor cores of {outcome.device}; weights and activations stay float32",
+        "fp32": f"{outcome.device} has no {was}",
+    }[chosen]
+    for name in ("fp16", "bf16", "tf32"):
+        if name == chosen:
+            yield name, True, why
+        elif setting.args.get(name) is True and not (name == "tf32" and chosen in ("bf16", "fp16")):
+            yield name, False, f"{chosen} takes its place"
+
+
+def _checkpointing(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
+    chosen, was = outcome.after.candidate.checkpointing, outcome.before.candidate.checkpointing
+    if chosen == was:
+        return
+    if not chosen.on:
+        yield "gradient_checkpointing", False, "everything fits without it, and recomputing the forward costs time"
+        if "gradient_checkpointing_kwargs" in setting.args:
+            yield "gradient_checkpointing_kwargs", None, "without checkpointing it says nothing"
+        return
+    every = "every layer" if chosen.every_n_layers == 1 else f"each {chosen.every_n_layers}. layer"
+    yield "gradient_checkpointing", True, f"recomputing {every} costs less time than the smaller batch it saves from"
+    options: dict[str, Any] = {"use_reentrant": chosen.use_reentrant}
+    if chosen.every_n_layers > 1:
+        options["every_n_layers"] = chosen.every_n_layers
+    yield "gradient_checkpointing_kwargs", options, "what the prediction rests on"
+
+
+def _others(outcome: Outcome) -> Iterator[Wanted]:
+    chosen: Candidate = outcome.after.candidate
+    if chosen.optim is not None:
+        yield "optim", chosen.optim, "the same update in fewer kernels, allowed by --allow optim"
+    if chosen.torch_compile:
+        yield "torch_compile", True, "fuses the memory-bound kernels, allowed by --allow torch_compile"
+    if outcome.learning_rate is not None:
+        yield "learning_rate", *outcome.learning_rate
+    if outcome.eval_batch is not None:
+        yield "per_device_eval_batch_size", *outcome.eval_batch
+
+
+def _loader(outcome: Outcome) -> Iterator[Wanted]:
+    was, plan = outcome.before.loader, outcome.after.loader
+    if _feeds_alike(was, plan):
+        return
+    yield "dataloader_num_workers", plan.workers, plan.reason
+    if plan.workers == 0:
+        yield "dataloader_prefetch_factor", None, "needs workers; PyTorch refuses it without"
+        yield "dataloader_persistent_workers", False, "there are no workers to keep"
+    else:
+        if (was.prefetch_factor or PYTORCH_PREFETCH) != plan.prefetch_factor:
+            why = f"batches each worker keeps ready: a sample costs {1e3 * plan.sample_s:.2g} ms, and the cost varies"
+            yield "dataloader_prefetch_factor", plan.prefetch_factor, why
+        yield "dataloader_persistent_workers", plan.persistent_workers, "workers are not started again for every epoch"
+    yield "dataloader_pin_memory", plan.pin_memory, "copies to the card do not block" if plan.pin_memory else "there is no card to copy to"
+
+
+def _feeds_alike(was: LoaderPlan, plan: LoaderPlan) -> bool:
+    return (was.workers, was.prefetch_factor, was.pin_memory, was.persistent_workers) == (
+        plan.workers,
+        plan.prefetch_factor,
+        plan.pin_memory,
+        plan.persistent_workers,
+    )

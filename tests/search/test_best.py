@@ -1,0 +1,95 @@
+"""Best-first search: the exhaustive answer, with no more traces than could matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hfopt.schema import Candidate, Checkpointing, StepTime
+from hfopt.search.best import best_first
+from hfopt.search.rank import TIE
+from hfopt.search.space import Space, candidates
+
+Group = tuple[str, int]
+
+
+def step(seconds: float) -> StepTime:
+    return StepTime(step_s=seconds, busy_s=seconds, samples_per_s=1 / seconds, tokens_per_s=None, mfu=None, bound="compute")
+
+
+@dataclass
+class Arithmetic:
+    """Times and limits by formula; a group must be 'traced' before its exact time is known."""
+
+    speed: dict[Group, float]
+    limit: dict[Group, int | None]
+    slack: float
+    traced: set[Group] = field(default_factory=set)
+
+    def group(self, candidate: Candidate) -> Group:
+        return candidate.precision, candidate.checkpointing.every_n_layers
+
+    def exact_s(self, candidate: Candidate) -> float:
+        return self.speed[self.group(candidate)] * (1 + 0.1 * candidate.accumulation)
+
+    def bound_s(self, candidate: Candidate) -> float:
+        return self.exact_s(candidate) * (1 if self.known(candidate) else self.slack)
+
+    def time(self, candidate: Candidate) -> StepTime:
+        self.traced.add(self.group(candidate))
+        return step(self.exact_s(candidate))
+
+    def largest_batch(self, candidate: Candidate) -> int | None:
+        return self.limit[self.group(candidate)]
+
+    def known_limit(self, candidate: Candidate) -> int | None:
+        return self.limit[self.group(candidate)]
+
+    def known(self, candidate: Candidate) -> bool:
+        return self.group(candidate) in self.traced
+
+
+def every(effective: int) -> tuple[Candidate, ...]:
+    steps = tuple(Checkpointing(every_n_layers=n) for n in (0, 2, 1))
+    return candidates(Space(effective_batch=effective, world_size=1, precisions=("fp32", "bf16"), checkpointings=steps))
+
+
+GROUPS = [(p, n) for p in ("fp32", "bf16") for n in (0, 1, 2)]
+MODELS = st.builds(
+    Arithmetic,
+    speed=st.fixed_dictionaries({g: st.floats(1, 10) for g in GROUPS}),
+    limit=st.fixed_dictionaries({g: st.one_of(st.none(), st.integers(1, 200)) for g in GROUPS}),
+    slack=st.floats(0, 1),
+)
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 200), MODELS)
+def test_the_first_is_as_good_as_an_exhaustive_search_finds(effective: int, models: Arithmetic) -> None:
+    pool = every(effective)
+    found = best_first(pool, models, 1 << 30)
+    fitting = [c for c in pool if (models.largest_batch(c) or 0) >= c.per_device_batch]
+    if not fitting:
+        assert not found.ranked
+        return
+    assert found.ranked[0][1].step_s <= min(models.exact_s(c) for c in fitting) * (1 + TIE)
+    assert {c for c, _ in found.ranked} <= set(fitting)
+
+
+@given(st.integers(1, 200), MODELS)
+def test_every_candidate_is_ranked_or_has_a_reason(effective: int, models: Arithmetic) -> None:
+    pool = every(effective)
+    found = best_first(pool, models, 1 << 30)
+    assert {c for c, _ in found.ranked} | {r.candidate for r in found.rejected} == set(pool)
+    assert len(found.ranked) + len(found.rejected) == len(pool)
+
+
+def test_what_cannot_win_is_not_traced() -> None:
+    slow = {g: 1.0 if g == ("bf16", 0) else 5.0 for g in GROUPS}
+    models = Arithmetic(speed=slow, limit=dict.fromkeys(GROUPS, 1000), slack=0.9)
+    found = best_first(every(64), models, 1 << 30)
+    assert models.traced == {("bf16", 0)}
+    assert found.ranked[0][0] == Candidate(per_device_batch=64, accumulation=1, precision="bf16")
+    assert any("not traced" in r.reason for r in found.rejected)

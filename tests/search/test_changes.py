@@ -1,0 +1,111 @@
+"""From candidate to keys: nothing that changes nothing, nothing that was to be kept, nothing TrainingArguments refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
+from hfopt.search.changes import Outcome, Setting, changes, checkpointing_of, precision_of
+
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "per_device_eval_batch_size": 8,
+    "fp16": False,
+    "bf16": False,
+    "tf32": None,
+    "gradient_checkpointing": False,
+    "dataloader_num_workers": 0,
+    "dataloader_pin_memory": True,
+    "dataloader_persistent_workers": False,
+    "dataloader_prefetch_factor": None,
+}
+STEP = StepTime(step_s=1, busy_s=1, samples_per_s=1, tokens_per_s=None, mfu=None, bound="compute")
+
+
+def loader(workers: int = 0, prefetch: int | None = None, persistent: bool = False) -> LoaderPlan:
+    return LoaderPlan(
+        workers=workers,
+        prefetch_factor=prefetch,
+        pin_memory=True,
+        persistent_workers=persistent,
+        sample_s=1e-3,
+        measured=False,
+        reason="test",
+    )
+
+
+def chosen(candidate: Candidate, feed: LoaderPlan) -> Chosen:
+    memory = MemoryPeak(batch=candidate.per_device_batch, allocated_bytes=1, reserved_bytes=1, context_bytes=0)
+    return Chosen(candidate=candidate, memory=memory, time=STEP, loader=feed, fits=True)
+
+
+def made(
+    args: dict[str, Any],
+    after: Candidate,
+    *,
+    feed: LoaderPlan | None = None,
+    was: LoaderPlan | None = None,
+    kept: frozenset[str] = frozenset(),
+) -> dict[str, Any]:
+    before = Candidate(
+        per_device_batch=args.get("per_device_train_batch_size", 8),
+        accumulation=args.get("gradient_accumulation_steps", 1),
+        precision=precision_of(args),
+        checkpointing=checkpointing_of(args),
+    )
+    outcome = Outcome(
+        before=chosen(before, was or loader()), after=chosen(after, feed or loader()), effective_batch=8, budget_bytes=1, device="card"
+    )
+    found = changes(Setting(args=args, defaults=DEFAULTS, kept=kept), outcome)
+    assert all(change.reason for change in found)
+    return {change.key: change.after for change in found}
+
+
+def test_the_same_candidate_changes_nothing() -> None:
+    assert made({}, Candidate(per_device_batch=8, accumulation=1, precision="fp32")) == {}
+
+
+def test_batch_and_accumulation_move_together() -> None:
+    after = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
+    assert made({}, after) == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def test_one_precision_takes_the_others_place() -> None:
+    after = Candidate(per_device_batch=8, accumulation=1, precision="bf16")
+    assert made({"fp16": True}, after) == {"fp16": False, "bf16": True}
+    assert made({"tf32": False}, after) == {"bf16": True}
+    assert made({"tf32": True}, after) == {"bf16": True}  # both help, each its own kernels
+
+
+def test_checkpointing_goes_with_its_options() -> None:
+    on = Candidate(per_device_batch=8, accumulation=1, precision="fp32", checkpointing=Checkpointing(every_n_layers=2))
+    assert made({}, on)["gradient_checkpointing_kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
+    off = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    args = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert made(args, off) == {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None}
+
+
+def test_prefetch_leaves_with_the_workers() -> None:
+    same = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    args = {"dataloader_num_workers": 6, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
+    found = made(args, same, was=loader(6, 4, True), feed=loader())
+    assert found == {"dataloader_num_workers": 0, "dataloader_prefetch_factor": None, "dataloader_persistent_workers": False}
+
+
+def test_pytorchs_own_prefetch_is_not_spelled_out() -> None:
+    same = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    assert made({}, same, feed=loader(4, 2, True)) == {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
+
+
+def test_kept_keys_stay() -> None:
+    after = Candidate(per_device_batch=8, accumulation=1, precision="bf16")
+    assert made({}, after, kept=frozenset({"bf16"})) == {}
+
+
+def test_reading_the_flags() -> None:
+    assert precision_of({"bf16": True, "tf32": True}) == "bf16"
+    assert precision_of({"tf32": True}) == "tf32"
+    assert precision_of({"fp16": False}) == "fp32"
+    assert checkpointing_of({"gradient_checkpointing": True}) == Checkpointing(every_n_layers=1)
+    assert checkpointing_of({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}) == Checkpointing()
