@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 from hfopt.errors import ConfigError
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
-from hfopt.schema import DataSpec, ModelSpec, TrainJob, Workload
+from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
 
 def from_live(source: Any, request: Request) -> Subject:
@@ -33,8 +32,10 @@ def _from_arguments(args: Any, request: Request) -> Subject:
 
 
 def _from_trainer(trainer: Any, request: Request) -> Subject:
+    from hfopt.workload.trainer import from_trainer
+
     hardware = hardware_of(request)
-    workload: Workload = import_module("hfopt.workload.trainer").from_trainer(trainer)
+    workload = from_trainer(trainer)
     world = int(getattr(trainer.args, "world_size", 1)) if not hardware.hypothetical else max(1, len(hardware.gpus))
     job = _job(trainer.args, request, model=ModelSpec(name=workload.name), data=DataSpec(samples=_samples(trainer)), world=world)
     return Subject(job=job, workload=workload, hardware=hardware, dataset=trainer.train_dataset, collate=trainer.data_collator)

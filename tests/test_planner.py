@@ -1,0 +1,156 @@
+"""The planner end to end on a model small enough to trace in a second: the law of the effective batch, reasons, refusals, determinism."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hfopt.errors import ConfigError, NothingFits
+from hfopt.estimate.memory import Estimate, estimate
+from hfopt.planner import Plan, Request, plan
+from hfopt.schema import StepSettings, Workload
+
+CARD = "rtx 3070"
+_TRACES: dict[tuple[str, StepSettings], Estimate] = {}
+
+
+def remembered(workload: Workload, settings: StepSettings) -> Estimate:
+    """One trace per model and setting for all tests of this file: the planner's choices are what is tested here."""
+    key = (f"{workload.name} {workload.shape}", settings)
+    if key not in _TRACES:
+        _TRACES[key] = estimate(workload, settings)
+    return _TRACES[key]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "bert",
+        "architectures": ["BertForSequenceClassification"],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write(tmp_path: Path, model: Path, **args: object) -> Path:
+    path = tmp_path / "train.yaml"
+    values = {"model_name_or_path": str(model), "max_seq_length": 64, "output_dir": "out", "per_device_train_batch_size": 8, **args}
+    path.write_text("# my run\n" + yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+def made(path: Path, **options: object) -> Plan:
+    return plan(path, Request(gpu=CARD, allow=frozenset({"accumulation"})), estimator=remembered, **options)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(32, 3), (1, 97), (97, 1), (8, 1), (1, 1), (6, 35)])
+def test_the_effective_batch_is_the_same_before_and_after(tmp_path: Path, model: Path, batch: int, accumulation: int) -> None:
+    path = write(tmp_path, model, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation)
+    result = made(path)
+    after = yaml.safe_load(result.to_yaml())
+    assert after["per_device_train_batch_size"] * after.get("gradient_accumulation_steps", 1) == batch * accumulation
+    assert result.facts.effective_batch == batch * accumulation
+
+
+def test_the_same_input_gives_the_same_bytes_and_keeps_the_rest_of_the_file(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, gradient_accumulation_steps=4)
+    first, second = made(path), made(path)
+    assert first.to_yaml() == second.to_yaml() and first.report() == second.report() and first.to_json() == second.to_json()
+    assert first.to_yaml().startswith("# my run\n")
+
+
+def test_every_change_has_its_reason_and_the_report_shows_it(tmp_path: Path, model: Path) -> None:
+    result = made(write(tmp_path, model, gradient_accumulation_steps=4))
+    assert {"per_device_train_batch_size", "gradient_accumulation_steps"} <= {change.key for change in result.facts.changes}
+    report = result.report()
+    for change in result.facts.changes:
+        assert change.key in report and change.reason in report
+    assert "\x1b[" not in report
+
+
+def test_a_plan_of_the_plan_changes_nothing(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, gradient_accumulation_steps=4)
+    path.write_text(made(path).to_yaml())
+    assert made(path).facts.changes == ()
+
+
+def test_kept_keys_stay_by_option_and_by_comment(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, gradient_accumulation_steps=4)
+    by_option = made(path, keep=frozenset({"per_device_train_batch_size", "bf16"}))
+    assert not {"per_device_train_batch_size", "bf16"} & {change.key for change in by_option.facts.changes}
+    path.write_text(path.read_text().replace("gradient_accumulation_steps: 4", "gradient_accumulation_steps: 4  # hfopt: keep"))
+    assert "gradient_accumulation_steps" not in {change.key for change in made(path).facts.changes}
+
+
+def test_a_tiny_model_is_launch_bound_and_the_larger_batch_is_only_advice(tmp_path: Path, model: Path) -> None:
+    result = made(write(tmp_path, model, per_device_train_batch_size=32))
+    assert result.facts.after.time.gpu_utilization < 0.5
+    advice = next(item for item in result.facts.advice if item.flag and "--effective-batch 64" in item.flag)
+    assert "8x (256)" in advice.detail
+    asked = made(write(tmp_path, model, per_device_train_batch_size=32, learning_rate=1e-4), effective_batch=128, lr_scaling="sqrt")
+    changed = {change.key: change.after for change in asked.facts.changes}
+    assert changed["per_device_train_batch_size"] == 128 and changed["learning_rate"] == pytest.approx(2e-4)
+
+
+def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(NothingFits) as refusal:
+        plan(write(tmp_path, model), Request(gpu=CARD, vram_gib=0.36), estimator=remembered)
+    assert refusal.value.exit_code == 3 and refusal.value.hint
+    assert "a card with more memory" in refusal.value.hint
+
+
+def test_what_was_kept_is_named_when_it_stands_in_the_way(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, per_device_train_batch_size=4096)
+    with pytest.raises(NothingFits) as refusal:
+        plan(path, Request(gpu=CARD, vram_gib=1, keep=frozenset({"per_device_train_batch_size"})), estimator=remembered)
+    assert refusal.value.hint and "leave per_device_train_batch_size free" in refusal.value.hint
+
+
+def test_a_config_that_does_not_fit_is_repaired_and_said_so(tmp_path: Path, model: Path) -> None:
+    result = plan(write(tmp_path, model, per_device_train_batch_size=4096), Request(gpu=CARD, vram_gib=1), estimator=remembered)
+    assert not result.facts.before.fits and result.facts.after.fits
+    assert result.facts.after.memory.device_bytes <= result.facts.budget_bytes
+    assert "DOES NOT FIT" in result.report()
+
+
+def test_more_devices_share_the_batch(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    result = made(path, num_gpus=4)
+    candidate = result.candidate
+    assert candidate.per_device_batch * candidate.accumulation * 4 == result.facts.effective_batch == 64
+
+
+def test_the_json_has_what_is_promised(tmp_path: Path, model: Path) -> None:
+    data = json.loads(json.dumps(made(write(tmp_path, model)).to_json()))
+    assert {"effective_batch", "changes", "before", "after", "verified", "alternatives", "rejected"} <= data.keys()
+    for side in ("before", "after"):
+        assert {"samples_per_s", "step_s", "gpu_utilization", "peak_reserved_bytes", "fits"} <= data[side].keys()
+    assert data["verified"] is None and data["alternatives"] and data["alternatives"][0]["step_s"] >= data["after"]["step_s"] * 0.9
+
+
+def test_the_planned_yaml_loads_into_training_arguments(tmp_path: Path, model: Path) -> None:
+    from transformers import TrainingArguments
+
+    result = made(write(tmp_path, model, dataloader_num_workers=4, dataloader_prefetch_factor=4), keep=frozenset({"bf16", "tf32"}))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    applied = result.apply(arguments)
+    assert applied.per_device_train_batch_size == result.candidate.per_device_batch
+    assert arguments.per_device_train_batch_size == 8
+
+
+def test_bad_wishes_are_refused_in_words(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ConfigError, match="--allow turbo"):
+        Request(allow=frozenset({"turbo"}))
+    with pytest.raises(ConfigError, match="headroom"):
+        Request(headroom=6)
+    with pytest.raises(ConfigError, match="cannot be shared"):
+        made(write(tmp_path, model, per_device_train_batch_size=1), num_gpus=4, effective_batch=6)
