@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 
-def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON object.")) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Show what training would run on here, and what would slow it.
 
     Ends with 1 if there is something to mend.

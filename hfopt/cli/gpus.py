@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,13 +14,17 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 def _complete(incomplete: str) -> list[str]:
     from hfopt.hardware import catalog
+    from hfopt.hardware.names import shorthand
 
-    return [entry.name for entry in catalog.entries() if incomplete.lower() in entry.name.lower()]
+    return [name for entry in catalog.entries() if (name := shorthand(entry.name)).startswith(incomplete.lower())]
 
 
 def gpus(
-    name: str | None = typer.Argument(None, autocompletion=_complete, help="A card, forgivingly: 3070, 'rtx 4060 laptop', A100-80GB."),
-    as_json: bool = typer.Option(False, "--json", help="Print a JSON list."),
+    name: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]", autocompletion=_complete, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """List the cards hfopt knows, or show one in full.
 
@@ -31,14 +35,14 @@ def gpus(
       hfopt gpus                              every card
       hfopt gpus 3070                         one card in full, with its source
       hfopt gpus a100                         all that go by that name
-      hfopt gpus "rtx 4060 laptop" --json     for a program
+      hfopt gpus rtx 4060 laptop --json       for a program
     """
     from hfopt.hardware import catalog
 
-    found = [entry.figures for entry in (catalog.matching(name) if name is not None else catalog.entries())]
+    found = [entry.figures for entry in (catalog.matching(" ".join(name)) if name else catalog.entries())]
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    elif name is not None and len(found) == 1:
+    elif name and len(found) == 1:
         sys.stdout.write(_in_full(found[0]))
     else:
         sys.stdout.write(_table(found))

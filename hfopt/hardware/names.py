@@ -31,11 +31,20 @@ _SIZE = r"(\d+)gb"
 @lru_cache(maxsize=1024)
 def words(name: str) -> frozenset[str]:
     """The words of a name that tell cards apart."""
+    return frozenset(_in_order(name))
+
+
+def shorthand(name: str) -> str:
+    """The same as one word, to be typed: 'GeForce RTX 3070 Laptop' -> '3070-laptop'."""
+    return "-".join(_in_order(name))
+
+
+def _in_order(name: str) -> list[str]:
     text = name.lower()
     for pattern, replacement in _REWRITES:
         text = re.sub(pattern, replacement, text)
     found = re.findall(r"\d+g\.\d+gb|[a-z]*\d+[a-z]*|[a-z]+", text)
-    return frozenset(_SYNONYMS.get(word, word) for word in found if word not in _NOISE)
+    return [_SYNONYMS.get(word, word) for word in found if word not in _NOISE]
 
 
 def is_mig(found: frozenset[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -23,7 +24,8 @@ def test_all_cards_are_listed_one_to_a_line() -> None:
 
 
 def test_one_card_in_full_with_its_source() -> None:
-    result = run("rtx 3070")
+    result = run("rtx", "3070")
+    assert result.stdout == run("rtx 3070").stdout
     assert result.returncode == 0
     known = catalog.find("3070")
     assert known.source is not None and known.source in result.stdout
@@ -48,3 +50,10 @@ def test_an_unknown_name_gets_the_nearest_and_no_traceback() -> None:
     result = run("RTX 3071")
     assert result.returncode == 2 and result.stdout == ""
     assert "RTX 3071" in result.stderr and "GeForce RTX 3070" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_names_complete_in_the_shell() -> None:
+    environment = {**os.environ, "_HFOPT_COMPLETE": "complete_bash", "COMP_WORDS": "hfopt gpus 307", "COMP_CWORD": "2"}
+    code = "import sys; sys.argv = ['hfopt']; from hfopt.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["3070", "3070-ti", "3070-laptop", "3070-ti-laptop"]

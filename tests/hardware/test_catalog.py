@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
+from hfopt.hardware.names import shorthand
 from hfopt.schema import Gpu
 
 TABLE: Mapping[str, Any] = catalog.table()
@@ -102,6 +103,7 @@ def test_a_mig_instance_is_a_part_of_its_card(entry: catalog.Entry) -> None:
 def test_a_cards_own_name_finds_it(gpu: Gpu) -> None:
     assert catalog.find(gpu.name) is gpu
     assert catalog.find(gpu.name.upper().replace(" ", "-")) is gpu
+    assert catalog.find(shorthand(gpu.name)) is gpu
 
 
 @pytest.mark.parametrize(
