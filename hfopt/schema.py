@@ -267,6 +267,7 @@ class StepSettings:
     attn_implementation: str | None = None
     torch_compile: bool = False
     capability: tuple[int, int] = (8, 0)
+    multiprocessors: int | None = None  # of the card; reductions split over them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

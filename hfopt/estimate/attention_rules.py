@@ -50,7 +50,7 @@ class Attention:
         trained = any(t.requires_grad for t in (query, key, value))
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
         narrow = self.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-        return not (trained and narrow and (width > 224 or (width > 192 and dropout_p > 0)))
+        return not (trained and narrow and (192 < width <= 224 or (width > 224 and dropout_p > 0)))
 
     def efficient(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
         if query.dim() != 4 or self.capability < (5, 0) or (query.dtype == torch.bfloat16 and self.capability < (8, 0)):

@@ -13,6 +13,7 @@ from torch._C import DispatchKey
 from torch.utils._pytree import tree_map_only
 
 _HALF = (torch.float16, torch.bfloat16)
+_FALL_THROUGH = torch.library.fallthrough_kernel  # what it is made of may still be on a list
 _AUTOCAST = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
 
 
@@ -43,14 +44,6 @@ _LEFT_ALONE = frozenset({"binary_cross_entropy"})  # refused on CUDA, as it shou
 def _overload(name: str) -> Any:
     packet, _, which = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), which or "default")
-
-
-def _outside_autocast(op: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*args, **kwargs)
-
-    return call
 
 
 def _in_float32(op: Any) -> Any:
@@ -116,13 +109,15 @@ def install_cuda_lists(library: Any) -> None:
     }
     for name in sorted((on_cuda | on_cpu) - _LEFT_ALONE):
         rule = _rule(name, on_cuda, on_cpu)
-        if rule is not None:
+        if rule is _FALL_THROUGH:
+            library.impl(name, rule, "AutocastCPU", allow_override=True)
+        elif rule is not None:
             library.impl(name, rule(_overload(name)), "AutocastCPU", allow_override=True)
 
 
 def _rule(name: str, on_cuda: set[str], on_cpu: set[str]) -> Any:
     if name not in on_cuda:
-        return _outside_autocast
+        return _FALL_THROUGH
     if name in _FLOAT32:
         return _in_float32
     if name in _FLOAT32_RESULT:

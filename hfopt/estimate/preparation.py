@@ -16,10 +16,19 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
         model = workload.build_model()
         if settings.attn_implementation is not None and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(settings.attn_implementation)
+        _set_cache(model)
         _set_checkpointing(model, settings)
         return model.train()
 
     return build
+
+
+def _set_cache(model: Any) -> None:
+    """transformers 5: the Trainer turns the key-value cache off unless `use_cache` is asked for; before, only checkpointing does."""
+    from transformers import TrainingArguments
+
+    if "use_cache" in TrainingArguments.__dataclass_fields__ and hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False
 
 
 def _set_checkpointing(model: Any, settings: StepSettings) -> None:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfopt.errors import TraceError
 from hfopt.estimate.cuda_rules import cuda_rules
+from hfopt.estimate.fast_fake import FastFake
 from hfopt.estimate.inner_temporaries import Kernels
 from hfopt.estimate.modules import ModuleNames
 from hfopt.estimate.trace import CostFunction, Recorder, Trace
@@ -65,14 +66,15 @@ class Tracer:
         self._cost = cost
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = Values(self._fake_mode)
-        with self._fake_mode, Recorder(Trace(0), self._values, kernels) as recorder, _swaps_allowed():
+        self._run = FastFake(self._fake_mode)
+        with self._fake_mode, Recorder(Trace(0), self._values, kernels, self._run) as recorder, _swaps_allowed():
             recorder.recording = False
             self.model = build_model()
-            self._in_place_use_count = _probe_use_count(kernels, self._values)
+            self._in_place_use_count = _probe_use_count(kernels, self._values, self._run)
 
     def record(self, script: Script, batch_size: int) -> Trace:
         trace = Trace(batch_size)
-        recorder = Recorder(trace, self._values, self._kernels, cost=self._cost, in_place_use_count=self._in_place_use_count)
+        recorder = Recorder(trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count)
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the model's own warnings were shown when it was built
             torch.manual_seed(0)
@@ -87,6 +89,7 @@ class Tracer:
                 finally:
                     recorder.recording = False
                     self.model.zero_grad(set_to_none=True)
+        trace.sort_frees()
         return trace
 
     def _fake_batch(self, real: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +133,6 @@ def _explained(error: BaseException, recorder: Recorder) -> TraceError:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -156,7 +158,7 @@ def _swaps_allowed() -> Iterator[None]:
         torch.utils.swap_tensors = original
 
 
-def _probe_use_count(kernels: Kernels, values: Values) -> int:
+def _probe_use_count(kernels: Kernels, values: Values, run: FastFake) -> int:
     """How many references an unshared gradient shows inside a dispatch mode, read off a graph where the sum is known to be unshared."""
     seen: list[int] = []
 
@@ -165,7 +167,7 @@ def _probe_use_count(kernels: Kernels, values: Values) -> int:
             seen.append(args[0]._use_count())
             return False
 
-    with Probe(Trace(0), values, kernels):
+    with Probe(Trace(0), values, kernels, run):
         weight = torch.nn.Parameter(torch.zeros(4, 4))
         x = torch.zeros(2, 4)
         ((x @ weight) @ weight).sum().backward()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
-from hfopt.estimate.inner_temporaries import FORMULAS
+from hfopt.estimate.formulas import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,7 +19,9 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.estimate.inner_temporaries import Formula, Kernels
+from hfopt.estimate.fast_fake import FastFake
+from hfopt.estimate.formulas import Formula
+from hfopt.estimate.inner_temporaries import Kernels, Sized
 from hfopt.estimate.values import Values
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
@@ -56,6 +58,17 @@ class Trace:
     marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
 
 
+    def sort_frees(self) -> None:
+        """Blocks freed one after the other leave the same free memory in any order; sorted, two traces can be compared."""
+        start = 0
+        events = self.events
+        for index, (_, size, _) in enumerate([*events, (0, 0, 0)]):
+            if size != FREED:
+                if index - start > 1:
+                    events[start:index] = sorted(events[start:index])
+                start = index + 1
+
+
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
 
 
@@ -63,7 +76,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records into `trace` while entered. `cost` is asked for each operation while `costing` is on."""
 
     def __init__(
-        self, trace: Trace, values: Values, kernels: Kernels, *, cost: CostFunction | None = None, in_place_use_count: int | None = None
+        self, trace: Trace, values: Values, kernels: Kernels, run: FastFake, *, cost: CostFunction | None = None, in_place_use_count: int | None = None
     ) -> None:
         super().__init__()
         self.trace = trace
@@ -74,6 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.module_of_node: Callable[[Any], str] | None = None
         self._values = values
         self._kernels = kernels
+        self._run = run
         self._cost = cost
         self._in_place_use_count = in_place_use_count
         self._blocks: dict[int, int] = {}  # storage -> block
@@ -98,13 +112,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def release(self, block: int) -> None:
         self.trace.events.append((block, FREED, 0))
 
-    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "") -> None:
+    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "", *, size: int | None = None) -> None:
         """The tensor's storage becomes a block now, unless it is one already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._blocks:
             return
-        size = storage.nbytes()
+        size = storage.nbytes() if size is None else size
         if not size:
             return
         self._watch(storage, key, self.allocate(size, op))
@@ -176,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if known is not None:
             out = known
         else:
-            out = func(*args, **kwargs)
+            out = self._run(func, args, kwargs)
             self._values.propagate(func, args, kwargs, out)
         if self.recording:
             if func is _ADD and self._accumulates_in_place(args):
@@ -206,11 +220,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for step in steps:
             if isinstance(step, torch.Tensor):
                 self.take(step, op=func)
-            else:
+            elif isinstance(step, Sized):
+                self.take(step.tensor, op=func, size=step.bytes)
+            elif isinstance(step, Formula):
                 self.trace.formulas[len(self.trace.events)] = step
                 inner.append(self.allocate(step.bytes(), func))
+            else:
+                self.release(inner[step])
+                inner[step] = _HOST
         for block in inner:
-            self.release(block)
+            if block != _HOST:
+                self.release(block)
 
     # ------------------------------------------------------------------------------------------ gradients of shared tensors
 

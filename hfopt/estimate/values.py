@@ -121,7 +121,10 @@ class Values:
 
     def _run_on_twins(self, func: Any, args: Any, kwargs: Any, *, demand: bool) -> Any:
         """The same operation on the twins, or None when one of them is missing."""
-        missing = self._followed = False
+        self._followed = False
+        if any(isinstance(value, FakeTensor) and not hasattr(value, _TWIN) for value in args):
+            return None
+        missing = False
 
         def host(value: torch.Tensor) -> torch.Tensor:
             nonlocal missing

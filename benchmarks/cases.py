@@ -1,0 +1,70 @@
+"""One training configuration to be run on the virtual GPU and estimated: the same model and batches on both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, StepSettings, Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    batch: int
+    length: int | None = None
+    task: str | None = None
+    precision: Any = "fp32"
+    checkpointing: bool = False
+    reentrant: bool = False
+    accumulation: int = 1
+    optim: str = "adamw_torch"
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    weights_dtype: str | None = None
+    attn: str | None = None
+    lora: bool = False
+    audio_seconds: float | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3
+
+    @property
+    def title(self) -> str:
+        parts = [self.model.split("/")[-1], self.precision, f"{self.batch}x{self.accumulation}", self.optim]
+        extras = {
+            "ckpt": self.checkpointing,
+            "reentrant": self.reentrant,
+            "lora": self.lora,
+            f"weights {self.weights_dtype}": self.weights_dtype,
+            f"attn {self.attn}": self.attn,
+            "smooth": self.label_smoothing,
+        }
+        return " ".join([*parts, *(name for name, on in extras.items() if on)])
+
+
+def trained_workload(case: Case) -> Workload:
+    from hfopt.workload.model import from_spec
+
+    model = ModelSpec(
+        name=case.model,
+        task=case.task,  # type: ignore[arg-type]
+        weights_dtype=case.weights_dtype,
+        attn_implementation=case.attn,
+        lora=Lora() if case.lora else None,
+        overrides=case.overrides,
+    )
+    data = DataSpec(max_length=case.length, audio_seconds=case.audio_seconds)
+    return from_spec(model, data)
+
+
+def step_settings(case: Case) -> StepSettings:
+    return StepSettings(
+        precision=case.precision,
+        checkpointing=Checkpointing(every_n_layers=int(case.checkpointing), use_reentrant=case.reentrant),
+        accumulation=case.accumulation,
+        optim=case.optim,
+        max_grad_norm=case.max_grad_norm,
+        label_smoothing=case.label_smoothing,
+        capability=(8, 6),
+        multiprocessors=28,
+    )
