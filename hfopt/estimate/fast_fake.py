@@ -15,7 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 _CPU = torch.device("cpu")
-_CHANGES_SHAPE = frozenset("resize_ resize_as_ set_ transpose_ t_ squeeze_ unsqueeze_ swapaxes_ swapdims_ as_strided_ detach_".split())
+_CHANGES_SHAPE = frozenset(
+    ("resize_", "resize_as_", "set_", "transpose_", "t_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_", "as_strided_", "detach_")
+)
 _NO_KEY = object()
 
 

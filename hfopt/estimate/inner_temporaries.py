@@ -36,7 +36,9 @@ _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 class Kernels:
     """The allocation order of CUDA's kernels for one capability and one version of PyTorch."""
 
-    def __init__(self, *, capability: tuple[int, int] = (8, 0), multiprocessors: int | None = None, workspace_per_call: bool = True) -> None:
+    def __init__(
+        self, *, capability: tuple[int, int] = (8, 0), multiprocessors: int | None = None, workspace_per_call: bool = True
+    ) -> None:
         self.capability = capability
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
         self.threads = _THREADS.get(capability, 2048)
@@ -150,7 +152,7 @@ def _efficient_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str,
 
 
 def _backward_tile(half: bool, width: int, capability: tuple[int, int]) -> tuple[int, int, bool]:
-    """Rows and columns of the kernel's tile, and whether keys and values accumulate outside registers; sm_8x but 8.0 has less shared memory."""
+    """Rows and columns of the kernel's tile, and whether keys and values accumulate outside registers: a matter of shared memory."""
     if width <= 64:
         return 64, 64, False
     roomy = capability in ((8, 0), (9, 0), (10, 0))

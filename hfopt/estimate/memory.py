@@ -163,7 +163,12 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     notes = list(workload.notes)
     if settings.torch_compile:
         notes.append("torch.compile is not traced: the figures are those of the eager step")
-    tracer = Tracer(prepared(workload, settings), workload.make_batch, Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors), cost=cost)
+    tracer = Tracer(
+        prepared(workload, settings),
+        workload.make_batch,
+        Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors),
+        cost=cost,
+    )
     script = trainer_script(settings, workload.compute_loss)
     traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
     timeline = combine(*traces)

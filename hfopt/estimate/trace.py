@@ -57,7 +57,6 @@ class Trace:
     costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
     marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
 
-
     def sort_frees(self) -> None:
         """Blocks freed one after the other leave the same free memory in any order; sorted, two traces can be compared."""
         start = 0
@@ -76,7 +75,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records into `trace` while entered. `cost` is asked for each operation while `costing` is on."""
 
     def __init__(
-        self, trace: Trace, values: Values, kernels: Kernels, run: FastFake, *, cost: CostFunction | None = None, in_place_use_count: int | None = None
+        self,
+        trace: Trace,
+        values: Values,
+        kernels: Kernels,
+        run: FastFake,
+        *,
+        cost: CostFunction | None = None,
+        in_place_use_count: int | None = None,
     ) -> None:
         super().__init__()
         self.trace = trace
