@@ -64,7 +64,7 @@ def test_a_module_says_its_idea_in_its_first_line(path: Path) -> None:
 def test_importing_and_help_stay_light(arguments: list[str]) -> None:
     code = (
         "import sys, runpy, atexit\n"
-        "heavy = ('torch', 'transformers', 'accelerate', 'datasets', 'numpy', 'pynvml', 'psutil')\n"
+        "heavy = ('torch', 'transformers', 'accelerate', 'datasets', 'numpy', 'pynvml', 'psutil', 'yaml', 'hfopt.schema')\n"
         "atexit.register(lambda: sys.stderr.write('LOADED ' + ','.join(m for m in heavy if m in sys.modules)))\n"
     )
     if arguments[0] == "-c":

@@ -6,20 +6,13 @@ Output for machines goes to stdout, words for people to stderr. Every HfoptError
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 import typer
 
 from hfopt.cli.output import print_error
 from hfopt.errors import HfoptError
-
-app = typer.Typer(
-    name="hfopt",
-    help="Find the HuggingFace Trainer settings that train the same model fastest without running out of memory.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def _version(show: bool) -> None:
@@ -30,7 +23,6 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit.")) -> None:
     pass
 
@@ -45,14 +37,26 @@ COMMANDS: tuple[str, ...] = (
     "doctor",
 )
 
-for _name in COMMANDS:
-    app.command(_name)(getattr(import_module(f"hfopt.cli.{_name}"), _name))
+
+def application(arguments: Sequence[str]) -> typer.Typer:
+    """The app with the one command that is asked for, or with all where it is not clear which: for --help, a typo, completion."""
+    app = typer.Typer(
+        name="hfopt",
+        help="Find the HuggingFace Trainer settings that train the same model fastest without running out of memory.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(root)
+    for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
+        app.command(name)(getattr(import_module(f"hfopt.cli.{name}"), name))
+    return app
 
 
 def main() -> None:
     """The console script: runs the app and turns our errors into messages."""
     try:
-        app()
+        application(sys.argv[1:])()
     except HfoptError as error:
         print_error(error)
         sys.exit(error.exit_code)

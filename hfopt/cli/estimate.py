@@ -13,21 +13,10 @@ import typer
 from hfopt.cli.inputs import Overrides, read_hardware, read_job
 from hfopt.cli.output import people
 from hfopt.errors import ConfigError
-from hfopt.schema import (
-    BatchShape,
-    Checkpointing,
-    Gpu,
-    MemoryPeak,
-    MemoryRow,
-    MemoryTable,
-    Precision,
-    StepSettings,
-    TrainJob,
-)
 
 if TYPE_CHECKING:
     from hfopt.estimate.memory import MemoryCurve
-    from hfopt.schema import Workload
+    from hfopt.schema import BatchShape, Checkpointing, Gpu, MemoryPeak, MemoryRow, MemoryTable, Precision, StepSettings, TrainJob, Workload
 
 _MOST_ROWS = 6  # per checkpointing, when no sizes are asked for
 
@@ -70,6 +59,7 @@ def memory_table(
     """Traces the step with and without checkpointing and prices the batch sizes."""
     from hfopt.config.step import full_checkpointing, step_settings
     from hfopt.estimate.memory import estimate as estimate_memory
+    from hfopt.schema import Checkpointing, MemoryTable
     from hfopt.workload.model import from_spec
 
     workload = from_spec(job.model, job.data, trainer=job.trainer)
@@ -149,6 +139,8 @@ def as_data(table: MemoryTable) -> dict[str, Any]:
 
 def _row(curve: MemoryCurve, batch: int, checkpointing: Checkpointing, available: int | None, *, asked: bool) -> MemoryRow:
     """On a card that is nearly full the allocator gives cached blocks back, so what fits is replayed within the card's limit."""
+    from hfopt.schema import MemoryRow
+
     peak = curve.peak(batch)
     if available is None:
         return MemoryRow(peak=peak, checkpointing=checkpointing, fits=None, spare_bytes=None, asked=asked)
@@ -196,6 +188,8 @@ def _sizes(text: str | None) -> list[int]:
 
 
 def _precision(name: str | None) -> Precision | None:
+    from hfopt.schema import Precision
+
     for precision in get_args(Precision):
         if name is not None and name.lower() == precision:
             return precision  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ def _complete(incomplete: str) -> list[str]:
 def gpus(
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]", autocompletion=_complete, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
+        typer.Argument(metavar="NAME", autocompletion=_complete, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from hfopt.errors import ConfigError, HardwareError
-from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, Task, TrainJob
 from hfopt.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from hfopt.config.load import Loaded
+    from hfopt.schema import Hardware, Task, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,8 @@ def names_a_model(config: str) -> bool:
 
 
 def model_job(name: str) -> TrainJob:
+    from hfopt.schema import DataSpec, ModelSpec, TrainJob
+
     return TrainJob(
         path=None,
         section=(),
@@ -69,6 +71,7 @@ def read_hardware(gpu: str | None, vram: str | None, *, count: int = 1) -> Hardw
     """The named card, any card of that size, or what this machine has."""
     from hfopt.hardware.detect import detect, named
     from hfopt.hardware.host import host
+    from hfopt.schema import Gpu, Hardware
 
     memory_bytes = _memory(vram)
     if gpu is not None:
@@ -109,6 +112,8 @@ def _first_error(loaded: Loaded) -> str:
 
 
 def _task(name: str) -> Task:
+    from hfopt.schema import Task
+
     for task in get_args(Task):
         if name.lower().replace("-", "_") == task:
             return task  # type: ignore[no-any-return]

@@ -24,6 +24,8 @@ def detect() -> Hardware:
     if isinstance(session, nvml.Unreachable):
         return _without_nvidia(session)
     try:
+        if not session.count and (others := _without_nvidia()).gpus:
+            return others
         gpus, notes = _nvidia_gpus(session, os.environ)
         driver_version, cuda_version = session.driver_version, session.cuda_version
     finally:
@@ -58,14 +60,23 @@ def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hard
     return Hardware(gpus=(gpu,) * count, host=host(), notes=tuple(notes), hypothetical=True)
 
 
-def _without_nvidia(why: nvml.Unreachable) -> Hardware:
-    gpus = amd_gpus() or apple_gpus()
+def _without_nvidia(why: nvml.Unreachable | None = None) -> Hardware:
+    gpus = _visible_amd(amd_gpus(), os.environ) or apple_gpus()
     notes = [*_remarks(gpus)]
     if not gpus:
         notes.append("no GPU was found: the CPU is the device")
-    if why.kind not in ("no_library", "no_binding") or (why.kind == "no_binding" and not gpus):
+    if why and (why.kind not in ("no_library", "no_binding") or (why.kind == "no_binding" and not gpus)):
         notes.append(f"NVML does not answer: {why.reason}")
     return Hardware(gpus=gpus, host=host(), notes=tuple(notes))
+
+
+def _visible_amd(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """HIP_VISIBLE_DEVICES and ROCR_VISIBLE_DEVICES are lists of indices or UUIDs like CUDA's; HIP also honours CUDA's own."""
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if (wanted := environment.get(variable)) is not None:
+            listed = [Listed(uuid=gpu.uuid or f"GPU-{place}") for place, gpu in enumerate(gpus)]
+            return tuple(gpus[listed.index(one)] for one in visible(listed, {"CUDA_VISIBLE_DEVICES": wanted}))
+    return gpus
 
 
 def _nvidia_gpus(session: nvml.Session, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], list[str]]:

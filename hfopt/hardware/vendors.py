@@ -23,7 +23,8 @@ def amd_gpus(root: Path = Path("/")) -> tuple[Gpu, ...]:
             continue
         name = _read(device / "product_name") or f"AMD GPU {_read(device / 'device') or ''}".strip()
         free = total - used if used is not None else None
-        uuid = _read(device / "unique_id")
+        unique_id = _read(device / "unique_id")
+        uuid = f"GPU-{unique_id}" if unique_id else None  # as rocminfo writes it
         found.append(Gpu(name=name, vendor="amd", memory_bytes=total, free_bytes=free, uuid=uuid, index=len(found)))
     return tuple(found)
 

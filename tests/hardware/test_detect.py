@@ -167,6 +167,16 @@ def test_amd_cards_are_named_and_planned_by_memory(driver: NvmlStandin, monkeypa
     assert found.gpus == (card,) and any("memory only" in note for note in found.notes)
 
 
+def test_amd_cards_are_found_beside_an_nvidia_driver_without_cards(driver: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = tuple(Gpu(name="Instinct", vendor="amd", memory_bytes=64 * GIB, index=index, uuid=f"GPU-{index}f") for index in range(3))
+    monkeypatch.setattr("hfopt.hardware.detect.amd_gpus", lambda: cards)
+    assert detect().gpus == cards
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,0")
+    assert [gpu.index for gpu in detect().gpus] == [2, 0]
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    assert detect().gpus == ()
+
+
 def test_a_named_card_is_hypothetical_and_may_come_in_numbers() -> None:
     found = named("rtx 3070", count=4)
     assert found.hypothetical and [gpu.name for gpu in found.gpus] == ["GeForce RTX 3070"] * 4

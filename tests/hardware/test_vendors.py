@@ -25,7 +25,7 @@ def test_amd_cards_by_their_product_name(tmp_path: Path) -> None:
     (tmp_path / "sys/class/drm/card1-DP-1").mkdir()  # a connector, not a card
     first, second = vendors.amd_gpus(tmp_path)
     assert (first.name, first.vendor, first.memory_bytes, first.free_bytes) == ("Radeon RX 7900 XTX", "amd", 24 * GIB, 23 * GIB)
-    assert second.name == "AMD GPU 0x740f" and second.free_bytes is None and second.uuid == "abc"
+    assert second.name == "AMD GPU 0x740f" and second.free_bytes is None and second.uuid == "GPU-abc"
     assert first.peak_flops == {} and first.catalog_name is None
 
 
