@@ -91,6 +91,10 @@ def _summary(loaded: Loaded) -> list[str]:
             f"{loaded.document.path}: {job.trainer} arguments in {where}, checked against transformers {loaded.transformers_version}"
         )
         lines.append(f"effective batch {job.effective_batch} = {_factors(loaded)}")
+    else:
+        lines.append(
+            f"{loaded.document.path}: checked against transformers {loaded.transformers_version}; the effective batch cannot be told"
+        )
     findings = _findings(loaded)
     if not findings:
         return [*lines, "no findings"]

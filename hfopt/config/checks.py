@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from hfopt.config.dialects import Dialect
@@ -68,7 +69,7 @@ class SectionReader:
             hint = f"in {self.present.version}: {NEWER[key]}" if NEWER[key] else "drop it, or upgrade transformers"
             self._say(key, "newer_key", "error", f"{key} is newer than the installed transformers {self.present.version}", hint)
         elif key not in known_elsewhere() and not isinstance(value, dict):
-            self._read_unknown(key)
+            self._read_unknown(key, value)
 
     def _take(self, key: str, written: str, verdict: Verdict) -> None:
         if is_secret(written, verdict.usable):
@@ -144,9 +145,11 @@ class SectionReader:
         """The successor is set too. warmup_steps: 0 does not count: v4 took the ratio then."""
         return target in self.values and not (key == "warmup_ratio" and self.values[target] in (0, None))
 
-    def _read_unknown(self, key: str) -> None:
-        candidates = [name for name in (*self.present.fields, *GONE) if name not in self.values]
-        near = nearest(key, candidates)
+    def _read_unknown(self, key: str, value: Any) -> None:
+        near = nearest(key, (name for name in (*self.present.fields, *GONE) if name not in self.values))
+        field = self._field(near or "")
+        if field is not None and near is not None and judge(near, value, field).code == "wrong_type":
+            near = None  # `seeds: [1, 2]` is not a misspelt seed
         exact = bool(self.section.path) and self.section.path[-1].lower() in _EXACT_SECTIONS
         if near is not None:
             self._say(key, "unknown_key", "warning", f"{key} is not a key of TrainingArguments", f"did you mean {near}?")
@@ -184,10 +187,19 @@ def resolve(value: Any, data: dict[str, Any], depth: int = 0) -> Any:
     return value if target is None or isinstance(target, dict | list) else resolve(target, data, depth + 1)
 
 
-def nearest(key: str, candidates: list[str]) -> str | None:
+def nearest(key: str, candidates: Iterable[str]) -> str | None:
     """A key it may be a misspelling of: nearly all letters agree. `eval_epochs` is not `eval_steps`."""
-    close = difflib.get_close_matches(key.lower().replace("-", "_"), candidates, n=1, cutoff=0.87)
+    said = key.lower().replace("-", "_")
+    pairs = _pairs(said)
+    possible = [name for name in candidates if 2 * len(pairs & _pairs(name)) > max(len(pairs), len(_pairs(name)))]
+    close = difflib.get_close_matches(said, possible, n=1, cutoff=0.87)
     return close[0] if close else None
+
+
+@cache
+def _pairs(text: str) -> frozenset[str]:
+    """Its neighbouring letters: a cheap sieve before the exact comparison."""
+    return frozenset(text[position : position + 2] for position in range(len(text) - 1))
 
 
 def _brief(key: str, value: Any) -> str:

@@ -130,6 +130,11 @@ class Document:
         yield from _walk(self.root)
 
 
+def shared_depth(one: NodePath, other: NodePath) -> int:
+    """How many keys two paths have in common from the root."""
+    return next((depth for depth, (left, right) in enumerate(zip(one, other, strict=False)) if left != right), min(len(one), len(other)))
+
+
 def _child(node: Node, part: str) -> Node | None:
     if node.kind == "sequence":
         return node.items[int(part)].node if part.isdecimal() and int(part) < len(node.items) else None
@@ -231,7 +236,8 @@ def _compose_and_construct(text: str, path: str) -> tuple[Node | None, Any]:
     except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
         # what PyYAML's constructors raise for `!!int x`, `!!bool x`, `!!timestamp x`, 2024-99-99
         where = _unreadable_scalar(loader, root) if loader is not None and root is not None else None
-        raise ConfigError(f"{path}{where or ''}: a value PyYAML cannot read: {error}") from error
+        why = f": {str(error).split(';')[0]}" if isinstance(error, ValueError) else ""
+        raise ConfigError(f"{path}{where or ''}: a value PyYAML cannot read{why}") from error
     finally:
         if loader is not None:
             loader.dispose()

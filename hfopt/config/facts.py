@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hfopt.config.document import NodePath
+from hfopt.config.document import NodePath, shared_depth
 
 
 class Facts:
-    """All values of a document but those in `left_out` (the profiles not meant). Names before depth: the first name that occurs wins."""
+    """All values of a document but those in `left_out` (the profiles not meant). Of one name's values the one nearest to `near` counts."""
 
-    def __init__(self, data: dict[str, Any], *, first: NodePath = (), left_out: Sequence[NodePath] = ()) -> None:
+    def __init__(self, data: dict[str, Any], *, near: NodePath = (), left_out: Sequence[NodePath] = ()) -> None:
         found = [item for item in _flatten(data, ()) if not any(item[0][: len(path)] == path for path in left_out)]
-        found.sort(key=lambda item: (item[0][: len(first)] != first, len(item[0])))
+        found.sort(key=lambda item: (-shared_depth(item[0], near), len(item[0])))
         self._by_name: dict[str, list[tuple[NodePath, Any]]] = {}
         for path, value in found:
             self._by_name.setdefault(path[-1].lower(), []).append((path, value))

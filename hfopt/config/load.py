@@ -67,7 +67,7 @@ def load_document(document: Document, *, section: str | None = None, world_size:
     if section is None and (tool := tool_of(document.data)) is not None:
         raise ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint="hfopt reads TrainingArguments YAMLs")
     layout = find(document, present, section)
-    if not layout.all:
+    if not layout.checked:
         raise ConfigError(
             f"{path}: no TrainingArguments in it",
             hint="keys such as per_device_train_batch_size are looked for at the root and in every section; name one with --section",
@@ -80,8 +80,7 @@ class _Reading:
 
     def __init__(self, document: Document, layout: Layout, present: Installed, world_size: int) -> None:
         self.document, self.layout, self.present, self.world_size = document, layout, present, world_size
-        left_out = [] if layout.main is None else [rival.path for rival in layout.rivals if rival.path != ()]
-        self.facts = Facts(document.data, first=layout.main.path if layout.main else (), left_out=left_out)
+        self.facts = Facts(document.data, near=layout.main.path if layout.main else (), left_out=layout.other_branches())
 
     def loaded(self) -> Loaded:
         args: dict[str, Any] = {}
@@ -89,7 +88,7 @@ class _Reading:
         found: list[Found] = []
         trainer = trainer_kind(self.facts, self.document.path)
         dialect = dialect_of(self.facts, trainer)
-        for section in self.layout.all:
+        for section in self.layout.checked:
             read = SectionReader(self.document, section, self.present, dialect).read()
             found.extend(read.found)
             if section not in self.layout.rivals:
@@ -159,7 +158,7 @@ class _Reading:
             yield Problem(
                 severity="error", code="several_sections", key=None, place=None, message=message, fix=f"--section {rivals[0].name}"
             )
-        elif rivals:
+        elif rivals and not self.layout.asked:
             message = f"read from {main.name} ({self.layout.why}); others: {names}"
             yield Problem(
                 severity="note", code="several_sections", key=None, place=None, message=message, fix="--section NAME takes another"

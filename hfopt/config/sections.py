@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.document import Document, Node, NodePath
+from hfopt.config.document import Document, Node, NodePath, shared_depth
 from hfopt.config.installed import Installed
 from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
 from hfopt.errors import ConfigError
@@ -64,10 +64,18 @@ class Layout:
     added: tuple[Section, ...] = ()
     rivals: tuple[Section, ...] = ()
     why: str | None = None  # how one of several was chosen
+    asked: bool = False  # by the user: then the rivals are no concern
 
     @property
-    def all(self) -> tuple[Section, ...]:
-        return (*((self.main,) if self.main else ()), *self.added, *self.rivals)
+    def checked(self) -> tuple[Section, ...]:
+        """The sections whose keys are looked at."""
+        return (*((self.main,) if self.main else ()), *self.added, *(() if self.asked else self.rivals))
+
+    def other_branches(self) -> list[NodePath]:
+        """The parts of the file that belong to a rival: from where its path leaves the main one's."""
+        if self.main is None:
+            return []
+        return [rival.path[: shared_depth(self.main.path, rival.path) + 1] for rival in self.rivals]
 
 
 def real_keys(present: Installed) -> frozenset[str]:
@@ -78,7 +86,8 @@ def real_keys(present: Installed) -> frozenset[str]:
 def find(document: Document, present: Installed, section: str | None) -> Layout:
     candidates = list(_candidates(document, real_keys(present)))
     if section is not None:
-        return Layout(main=_asked_for(document, section, real_keys(present), candidates))
+        main = _asked_for(document, section, candidates)
+        return Layout(main=main, rivals=tuple(other for other in candidates if _compete(other, main)), asked=True)
     found = [candidate for candidate in candidates if candidate.score >= 2]
     if not found:
         return Layout(main=None)
@@ -168,7 +177,7 @@ def _choose(sections: tuple[Section, ...], data: dict[str, Any]) -> tuple[Sectio
     return None, None
 
 
-def _asked_for(document: Document, section: str, real: frozenset[str], candidates: list[Section]) -> Section:
+def _asked_for(document: Document, section: str, candidates: list[Section]) -> Section:
     path = tuple(section.split(".")) if section not in ("", ".") else ()
     for candidate in candidates:
         if candidate.path == path:

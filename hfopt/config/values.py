@@ -6,6 +6,7 @@ PyYAML decides the type: `5e-5` is text (a float needs a dot), an unquoted `no` 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,6 +59,8 @@ def judge(key: str, value: Any, field: Field) -> Verdict:
         return _judge_bool(key, value)
     if kinds - {"none"} and not _is_kind(value, kinds) and not isinstance(value, int | float):
         return _wrong_type(key, value, kinds)
+    if isinstance(value, float) and not math.isfinite(value):
+        return Verdict(usable=None, code="bad_value", severity="warning", message=f"{key} is {value}, not a number to train with")
     if key in _AT_LEAST_ONE and isinstance(value, int) and not 1 <= value < 1 << 31:
         return Verdict(usable=None, code="bad_value", message=f"{key} is {shown(key, value)}; it must be at least 1 (a number of samples)")
     return Verdict(usable=value)
@@ -152,7 +155,7 @@ def _number(text: str) -> int | float | None:
         number = float(text)
     except ValueError:
         return None
-    return number if number == number and abs(number) != float("inf") else None
+    return number if math.isfinite(number) else None
 
 
 def spelled_float(text: str, number: float) -> str:

@@ -1,0 +1,119 @@
+"""`hfopt check` as it is run: words on stderr, JSON or YAML on stdout, exit code 0, 1 or 2, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hfopt.cli
+
+GOOD = "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-4\n"
+OLD = GOOD + "evaluation_strategy: steps  # steps\nweight_decay: 1e-2\n"
+
+
+class Run:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+        self.monkeypatch, self.captured = monkeypatch, capfdbinary
+
+    def __call__(self, *arguments: object, stdin: bytes = b"") -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["hfopt", "check", *map(str, arguments)])
+        self.monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin)))
+        self.monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+        with pytest.raises(SystemExit) as stopped:
+            hfopt.cli.main()
+        out, err = self.captured.readouterr()
+        assert b"Traceback" not in err
+        return int(stopped.value.code or 0), out.decode(), err.decode()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]) -> Run:
+    return Run(monkeypatch, capfdbinary)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(OLD)
+    return path
+
+
+def test_a_config_without_findings(run: Run, config: Path) -> None:
+    config.write_text(GOOD)
+    code, out, err = run(config, "--world-size", 3)
+    assert (code, out) == (0, "")
+    assert "effective batch 24 = 4 per device × 2 accumulation × 3 processes" in err
+
+
+def test_findings_are_told_with_their_lines(run: Run, config: Path) -> None:
+    code, out, err = run(config)
+    assert (code, out) == (1, "")
+    assert f"{config}:4:1: error: evaluation_strategy" in err and f"{config}:5:1: error: weight_decay" in err
+    assert "2 findings: 2 repaired by `hfopt check --upgrade`" in err
+    assert config.read_text() == OLD
+
+
+def test_findings_as_json(run: Run, config: Path) -> None:
+    code, out, err = run(config, "--json")
+    data = json.loads(out)
+    assert (code, err) == (1, "")
+    assert [(problem["key"], problem["place"]["line"], problem["repairable"]) for problem in data["problems"]] == [
+        ("evaluation_strategy", 4, True),
+        ("weight_decay", 5, True),
+    ]
+    assert data["effective_batch"]["value"] == 8 and data["arguments"]["eval_strategy"] == "steps"
+
+
+def test_the_upgraded_config_on_stdout(run: Run, config: Path) -> None:
+    code, out, _ = run(config, "--upgrade")
+    assert code == 0
+    assert out == GOOD + "eval_strategy: steps  # steps\nweight_decay: 1.0e-2\n"
+    assert config.read_text() == OLD
+
+
+def test_upgrading_in_place(run: Run, config: Path) -> None:
+    assert run(config, "--upgrade", "-o", config)[:2] == (0, "")
+    assert yaml.safe_load(config.read_text())["weight_decay"] == 0.01
+    assert list(config.parent.iterdir()) == [config]
+
+
+def test_what_only_the_user_can_mend_stays_a_finding(run: Run, config: Path) -> None:
+    config.write_text(OLD + "max_steps: null\n")
+    code, out, err = run(config, "--upgrade")
+    assert code == 1 and "eval_strategy: steps" in out and "1 by hand" in err
+
+
+def test_standard_input(run: Run) -> None:
+    code, out, _ = run("-", "--upgrade", stdin=b"learning_rate: 5e-5\r\nnum_train_epochs: 1")
+    assert (code, out) == (0, "learning_rate: 5.0e-5\r\nnum_train_epochs: 1")
+
+
+def test_a_token_is_never_shown(run: Run, config: Path) -> None:
+    secret = "hf_" + "A1b2C3" * 5
+    config.write_text(GOOD + f"hub_token: {secret}\nnested: {{api_key: {secret}}}\n")
+    for arguments in ([], ["--json"]):
+        code, out, err = run(config, *arguments)
+        assert code == 1 and secret not in out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.yaml"], "missing.yaml: no such file"),
+        (["."], "is a directory"),
+        (["{config}", "--section", "nowhere"], "no section 'nowhere'"),
+        (["{config}", "--upgrade", "--json"], "both write to stdout"),
+        (["{config}", "-o", "x.yaml"], "-o needs something to write"),
+        (["{config}", "--upgrade", "-o", "/nowhere/x.yaml"], "cannot write /nowhere/x.yaml"),
+    ],
+)
+def test_what_cannot_be_done_is_exit_code_2(run: Run, config: Path, arguments: list[str], message: str) -> None:
+    code, out, err = run(*(argument.format(config=config) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert config.read_text() == OLD

@@ -1,0 +1,156 @@
+"""Model, data, adapters and quantization are found under the names that TRL, LLaMA-Factory, alignment-handbook and plain scripts use."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.config.load import load_bytes
+from hfopt.schema import Lora, Quantization, TrainJob
+
+ARGUMENTS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\n"
+
+
+def job(text: str, path: str = "c.yaml") -> TrainJob:
+    read = load_bytes((ARGUMENTS + text).encode(), path).job
+    assert read is not None
+    return read
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model_name_or_path: org/name",
+        "model:\n  name: org/name",
+        "model:\n  pretrained_model_name_or_path: org/name\n  tokenizer: {name_or_path: org/other}",
+        "model: org/name",
+        "model_id: org/name",
+        "ModelArguments:\n  model_name_or_path: org/name",
+        "model_config:\n  load_from_pretrained_path: org/name",
+        "tokenizer_name_or_path: org/other\nref_model: org/third\nbase_model: org/name",
+    ],
+)
+def test_the_model_is_found(text: str) -> None:
+    assert job(text).model.name == "org/name"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["max_seq_length: 512", "max_length: 512", "block_size: 512", "cutoff_len: 512", "model_max_length: 512", "data: {max_seq_len: '512'}"],
+)
+def test_the_length_is_found(text: str) -> None:
+    assert job(text + "\ngeneration: {max_length: 99}").data.max_length == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "dataset"),
+    [
+        ("dataset_name: org/data", "org/data"),
+        ("dataset: {name: org/data}", "org/data"),
+        ("data:\n  path: org/data", "org/data"),
+        ("dataset_mixer:\n  org/data: 1.0\n  org/more: 0.5", "org/data"),
+        ("dataset_mixture:\n  datasets:\n  - id: org/data\n    seed: 1", "org/data"),
+        ("dataset: identity,alpaca", "identity,alpaca"),
+    ],
+)
+def test_the_dataset_is_found(text: str, dataset: str) -> None:
+    assert job(text).data.dataset == dataset
+
+
+@pytest.mark.parametrize(
+    ("text", "lora"),
+    [
+        (
+            "use_peft: true\nlora_r: 16\nlora_alpha: 8\nlora_target_modules: [q_proj, v_proj]",
+            Lora(r=16, alpha=8, dropout=0.05, target_modules=("q_proj", "v_proj")),
+        ),
+        (
+            "use_peft: true\nlora_target_modules: all-linear\nuse_dora: true",
+            Lora(r=16, alpha=32, dropout=0.05, target_modules="all-linear", use_dora=True),
+        ),
+        ("use_peft: false\nlora_r: 16", None),
+        ("finetuning_type: lora\nlora_rank: 4\nlora_target: all", Lora(r=4, alpha=8, target_modules="all-linear")),
+        ("finetuning_type: lora\nlora_target: q_proj,v_proj", Lora(r=8, alpha=16, target_modules=("q_proj", "v_proj"))),
+        ("finetuning_type: full\nlora_rank: 4", None),
+        ("peft:\n  r: 4\n  lora_alpha: 8\n  target_modules: [q]", Lora(r=4, alpha=8, target_modules=("q",))),
+        ("lora: {enabled: false, r: 4}", None),
+        ("max_seq_length: 4", None),
+    ],
+)
+def test_adapters_are_read_as_their_tool_reads_them(text: str, lora: Lora | None) -> None:
+    assert job(text).model.lora == lora
+
+
+@pytest.mark.parametrize(
+    ("text", "quantization"),
+    [
+        ("load_in_4bit: true\nbnb_4bit_quant_type: fp4", Quantization(bits=4, quant_type="fp4")),
+        ("load_in_8bit: true", Quantization(bits=8)),
+        ("finetuning_type: lora\nquantization_bit: 4", Quantization(bits=4, double_quant=True)),
+        ("quantization:\n  load_in_4bit: true\n  bnb_4bit_compute_dtype: bfloat16", Quantization(bits=4, compute_dtype="bfloat16")),
+        ("load_in_4bit: false", None),
+    ],
+)
+def test_quantization_is_read(text: str, quantization: Quantization | None) -> None:
+    assert job(text).model.quantization == quantization
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "task"),
+    [
+        ("num_generations: 8\nmax_prompt_length: 10", "GRPO", "causal_lm"),
+        ("beta: 0.1\nmax_prompt_length: 10", "DPO", "causal_lm"),
+        ("stage: rm\ntemplate: x\ncutoff_len: 8", "Reward", "sequence_classification"),
+        ("desirable_weight: 1.0", "KTO", "causal_lm"),
+        ("packing: true", "SFT", "causal_lm"),
+        ("predict_with_generate: true\ntask: summarization", "Seq2SeqTrainer", "seq2seq_lm"),
+        ("task_name: mnli", "Trainer", "sequence_classification"),
+        ("task: token-classification", "Trainer", "token_classification"),
+        ("model_class: AutoModelForImageClassification", "Trainer", "image_classification"),
+        ("seed: 1", "Trainer", None),
+    ],
+)
+def test_trainer_and_task(text: str, trainer: str, task: str | None) -> None:
+    read = job(text)
+    assert (read.trainer, read.model.task) == (trainer, task)
+
+
+def test_glue_knows_its_labels_and_the_file_knows_better() -> None:
+    assert job("task_name: mnli").model.num_labels == 3
+    assert job("task_name: mnli\nnum_labels: 2").model.num_labels == 2
+
+
+def test_grpo_sequences_are_prompt_and_completion() -> None:
+    assert job("num_generations: 8\nmax_prompt_length: 512\nmax_completion_length: 1024").data.max_length == 1536
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("torch_dtype: bfloat16", "bfloat16"),
+        ("model: {name: x, dtype: torch.float16}", "float16"),
+        ("torch_dtype: null", None),
+        ("pure_bf16: true", "bfloat16"),
+        ("finetuning_type: lora\nbf16: true", "bfloat16"),
+        ("finetuning_type: full\nbf16: true", None),
+    ],
+)
+def test_what_the_weights_are_stored_in(text: str, dtype: str | None) -> None:
+    assert job(text).model.weights_dtype == dtype
+
+
+def test_llama_factory_checkpoints_unless_told_not_to() -> None:
+    assert job("finetuning_type: full").args["gradient_checkpointing"] is True
+    assert job("finetuning_type: full\ndisable_gradient_checkpointing: true").args["gradient_checkpointing"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "attention"),
+    [
+        ("attn_implementation: sdpa", "sdpa"),
+        ("use_flash_attention_2: true", "flash_attention_2"),
+        ("flash_attn: fa2", "flash_attention_2"),
+        ("flash_attn: auto", None),
+    ],
+)
+def test_attention(text: str, attention: str | None) -> None:
+    assert job(text).model.attn_implementation == attention

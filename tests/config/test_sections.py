@@ -1,0 +1,95 @@
+"""The section that is meant is found among many, and where nothing says which, that is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.config.load import Loaded, load_bytes
+from hfopt.errors import ConfigError
+
+PROFILE = "per_device_train_batch_size: {batch}\n{indent}learning_rate: 1.0e-4\n"
+
+
+def read(text: str, section: str | None = None) -> Loaded:
+    return load_bytes(text.encode(), "c.yaml", section=section)
+
+
+def profiles(*names: str, under: str = "profiles", head: str = "") -> str:
+    body = "".join(f"  {name}:\n    {PROFILE.format(batch=size + 1, indent='    ')}" for size, name in enumerate(names))
+    return f"{head}{under}:\n{body}"
+
+
+def batch(loaded: Loaded) -> int:
+    assert loaded.job is not None
+    return loaded.job.per_device_batch
+
+
+def test_one_of_several_profiles_is_asked_for() -> None:
+    text = profiles("small", "large")
+    loaded = read(text)
+    assert loaded.job is None
+    (problem,) = [problem for problem in loaded.problems if problem.code == "several_sections"]
+    assert problem.severity == "error" and "profiles.small" in problem.message and "profiles.large" in problem.message
+    assert batch(read(text, "profiles.large")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        (profiles("small", "large", head="profile: large\n"), ("profiles", "large")),
+        (profiles("small", "default", "large"), ("profiles", "default")),
+        ("base: &base\n  learning_rate: 1.0\nmine:\n  <<: *base\n  learning_rate: 2.0\n", ("mine",)),
+        ("stage_one: {learning_rate: 1.0}\ntraining: {learning_rate: 2.0}\n", ("training",)),
+    ],
+)
+def test_a_selector_a_merge_or_a_name_decides(text: str, chosen: tuple[str, ...]) -> None:
+    loaded = read(text)
+    assert loaded.job is not None and loaded.job.section == chosen
+    assert [problem.severity for problem in loaded.problems if problem.code == "several_sections"] == ["note"]
+
+
+def test_facts_come_from_the_profile_that_is_meant() -> None:
+    text = (
+        "small:\n  model: {name: tiny}\n  training: {per_device_train_batch_size: 1}\n"
+        "large:\n  model: {name: huge}\n  training: {per_device_train_batch_size: 2}\n"
+    )
+    loaded = read(text, "large.training")
+    assert loaded.job is not None and loaded.job.model.name == "huge"
+
+
+def test_a_list_of_jobs_is_addressed_by_position() -> None:
+    text = "jobs:\n- name: a\n  per_device_train_batch_size: 1\n- name: b\n  per_device_train_batch_size: 2\n"
+    assert batch(read(text, "jobs.1")) == 2
+
+
+@pytest.mark.parametrize(("section", "message"), [("nowhere", "no section"), ("training.seed", "not a mapping"), ("jobs.9", "no section")])
+def test_a_section_that_is_not_there_names_those_that_are(section: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read("training: {per_device_train_batch_size: 1, seed: 1}\njobs: []\n", section)
+    assert caught.value.hint is not None and "training" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_model: x\nsequence_len: 2048\nmicro_batch_size: 2\nnum_epochs: 1\nlearning_rate: 0.1\n", "axolotl"),
+        ("model:\n  _component_: torchtune.models.llama3\nbatch_size: 2\nepochs: 1\n", "torchtune"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n", "accelerate"),
+        ('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}', "DeepSpeed"),
+        ("input_features: []\noutput_features: []\ntrainer: {batch_size: 2, learning_rate: 0.1}\n", "ludwig"),
+    ],
+)
+def test_configs_of_other_tools_are_refused_by_name(text: str, tool: str) -> None:
+    with pytest.raises(ConfigError, match=tool):
+        read(text)
+
+
+def test_a_yaml_without_arguments_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no TrainingArguments"):
+        read("title: words\nseed: 1\n")
+
+
+def test_mappings_inside_an_argument_are_not_sections() -> None:
+    loaded = read("learning_rate: 0.1\nnum_train_epochs: 1\ndeepspeed:\n  gradient_accumulation_steps: auto\n  train_batch_size: auto\n")
+    assert loaded.job is not None and loaded.job.section == () and loaded.job.accumulation == 1
+    assert loaded.problems == ()
