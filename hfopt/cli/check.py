@@ -52,7 +52,7 @@ def check(
 
 
 def _read(config: str) -> tuple[bytes, str]:
-    from hfopt.config.document import MAX_BYTES, read_bytes
+    from hfopt.config.parsing import MAX_BYTES, read_bytes
 
     if config != "-":
         return read_bytes(Path(config)), config

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hfopt.config.comments import StaleComment, stale_comments
-from hfopt.config.document import Document, NodePath, parse
+from hfopt.config.document import Document, NodePath
 from hfopt.config.load import Loaded
 from hfopt.config.operations import Operation
+from hfopt.config.parsing import parse
 from hfopt.config.splices import Splicer
 from hfopt.config.values import same
 from hfopt.errors import ConfigError

@@ -16,12 +16,13 @@ from hfopt.config.checks import Found, SectionReader
 from hfopt.config.combined import check_together
 from hfopt.config.data_facts import read_data
 from hfopt.config.dialects import Dialect, Word, dialect_of, implied
-from hfopt.config.document import Document, NodePath, parse, read_bytes
+from hfopt.config.document import Document, NodePath
 from hfopt.config.facts import Facts
 from hfopt.config.foreign import tool_of
 from hfopt.config.installed import Installed, installed
 from hfopt.config.keys import ACCUMULATION, BATCH, GONE
 from hfopt.config.model_facts import read_model, trainer_kind
+from hfopt.config.parsing import parse, read_bytes
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
 from hfopt.schema import Problem, TrainJob

@@ -21,7 +21,7 @@ class Splicer:
     def __init__(self, document: Document) -> None:
         self.document, self.text = document, document.text
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
-        self.replacements: list[tuple[int, int, int, str]] = []  # start, end, order, text
+        self.replacements: list[tuple[int, int, int, int, str]] = []  # start, end, minus the depth, order, text
         self.removed: set[int] = set()  # key offsets of entries that go
         self.own_keys: dict[NodePath, list[tuple[str, Any]]] = {}  # for sections that are an alias as a whole
 
@@ -29,7 +29,7 @@ class Splicer:
         for path, pairs in self.own_keys.items():
             self._open_alias(path, pairs)
         parts, done = [], 0
-        for start, end, _, new in sorted(self.replacements):
+        for start, end, _, _, new in sorted(self.replacements):
             if start < done and new:
                 raise ConfigError(f"{self.document.path}: two changes touch the same place; nothing was changed")
             parts += [self.text[done:start], new]
@@ -56,8 +56,9 @@ class Splicer:
         else:
             self._add(node, operation.rename_to or operation.key, operation.after)
 
-    def _replace(self, start: int, end: int, new: str) -> None:
-        self.replacements.append((start, end, len(self.replacements), new))
+    def _replace(self, start: int, end: int, new: str, *, depth: int = 0) -> None:
+        """Of several new lines at one place the deeper come first: they belong to the mapping that ends there."""
+        self.replacements.append((start, end, -depth, len(self.replacements), new))
 
     # ------------------------------------------------------------------ where
 
@@ -146,14 +147,19 @@ class Splicer:
         if node.flow:
             self._add_in_flow(node, neighbour, key, value)
             return
-        indent = " " * (self.document.place(neighbour.key_start).column - 1)
+        indent = " " * (self.document.place(self._entry_start(neighbour)).column - 1)
         lines = self._block_lines(key, value, indent)
         end = self._line_end(neighbour.value.end)
         following = _NEWLINE.match(self.text, end)
         if following is None:  # the last line, without a newline: it stays so
-            self._replace(end, end, "".join(self.newline + line for line in lines))
+            self._replace(end, end, "".join(self.newline + line for line in lines), depth=len(indent))
         else:
-            self._replace(following.end(), following.end(), "".join(line + self.newline for line in lines))
+            self._replace(following.end(), following.end(), "".join(line + self.newline for line in lines), depth=len(indent))
+
+    def _entry_start(self, entry: Entry) -> int:
+        """Where the entry begins: at its key, or at the question mark before it."""
+        mark = re.search(r"\?[ \t]+\Z", self.text[max(0, entry.key_start - 80) : entry.key_start])
+        return entry.key_start - len(mark[0]) if mark else entry.key_start
 
     def _block_lines(self, key: str, value: Any, indent: str) -> list[str]:
         if isinstance(value, dict) and value:
@@ -208,11 +214,12 @@ class Splicer:
 
     def _remove_lines(self, entries: list[Entry], position: int) -> None:
         entry = entries[position]
-        line_start = self.document.line_starts[self.document.place(entry.key_start).line - 1]
-        if self.text[line_start : entry.key_start].strip(" \ufeff"):  # `- key: value`: the next entry takes its place
-            self._replace(entry.key_start, entries[position + 1].key_start, "")
+        begin = self._entry_start(entry)
+        line_start = self.document.line_starts[self.document.place(begin).line - 1]
+        if self.text[line_start:begin].strip(" \ufeff"):  # `- key: value`: the next entry takes its place
+            self._replace(begin, self._entry_start(entries[position + 1]), "")
             return
-        start, end = entry.key_start - len(self.text[line_start : entry.key_start].lstrip("\ufeff")), self._line_end(entry.value.end)
+        start, end = begin - len(self.text[line_start:begin].lstrip("\ufeff")), self._line_end(entry.value.end)
         after = _NEWLINE.match(self.text, end)
         if after is not None:
             end = after.end()
