@@ -100,8 +100,9 @@ def lookup(name: str, *, memory_bytes: int | None = None) -> Match:
 
 def identify(product_name: str, memory_bytes: int) -> Gpu | None:
     """The card NVML names so. Variants under one product name are told apart by their memory; None: not in the catalog."""
-    key = plain(product_name)
+    key, known_words = plain(product_name), words(product_name)
     found = [entry.gpu for entry in entries() if key in map(plain, entry.names)]
+    found = found or [entry.gpu for entry in entries() if known_words in entry.spellings]
     return min(found, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), gpu.peak_flops["fp32"]), default=None)
 
 

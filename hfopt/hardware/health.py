@@ -24,7 +24,7 @@ _SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it to end; it is for debugging"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is a cudaMalloc; it is for debugging"),
     "NVIDIA_TF32_OVERRIDE": ("0", "TF32 is switched off for every library"),
-    "TORCH_SHOW_CPP_STACKTRACES": ("1", "errors are slow to raise"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked against the other ranks; it is for debugging"),
     "NCCL_P2P_DISABLE": ("1", "cards talk to each other through host memory"),
 }
 _SMALL_SHARED_MEMORY_BYTES = GIB

@@ -6,7 +6,6 @@ has fallen off the bus answers None from then on. Nothing is loaded before the f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,4 +252,4 @@ def _text(answer: str | bytes | None) -> str | None:
 
 
 def _number(answer: int | None, factor: float = 1.0) -> float | None:
-    return None if answer is None or not math.isfinite(answer) else answer * factor
+    return None if answer is None else answer * factor

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +55,16 @@ def test_a_driver_that_refuses_is_named(nvml_standin: NvmlStandin, code: int) ->
     nvml_standin.set(init=code)
     result = run(environment=nvml_standin.environment)
     assert "no driver reached" in result.stdout and "Traceback" not in result.stderr
+
+
+def test_a_cpu_only_torch_and_the_deprecated_package_are_found_as_installed(nvml_standin: NvmlStandin, tmp_path: Path) -> None:
+    nvml_standin.card(0)
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise RuntimeError('doctor does not import torch')")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.9.0+cpu'\ncuda = None\n")
+    (tmp_path / "pynvml-11.5.0.dist-info").mkdir()
+    (tmp_path / "pynvml-11.5.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: pynvml\nVersion: 11.5.0\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    report = json.loads(run("--json", environment={**nvml_standin.environment, "PYTHONPATH": path}).stdout)
+    assert {"cpu_only_torch", "deprecated_pynvml"} <= codes(report)
+    assert report["software"]["torch"]["version"] == "2.9.0+cpu"

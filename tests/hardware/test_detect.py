@@ -99,6 +99,26 @@ def test_every_name_nvml_gives_a_card_is_known(entry: catalog.Entry) -> None:
             assert found is not None and found.memory_bytes == entry.gpu.memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("product", "mib", "card"),
+    [
+        ("NVIDIA T4", 15360, "Tesla T4"),  # sold as Tesla T4
+        ("GeForce GTX 1080 Ti", 11178, "GeForce GTX 1080 Ti"),  # drivers before 465, and totals before 510
+        ("NVIDIA GeForce RTX 2060 SUPER", 8192, "GeForce RTX 2060 Super"),
+        ("NVIDIA GeForce RTX 2060", 12288, "GeForce RTX 2060 12GB"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, "GeForce RTX 4090 Laptop"),
+        ("NVIDIA H100 PCIe", 81559, "H100 PCIe"),
+        ("NVIDIA A100 80GB PCIe", 81920, "A100 PCIe 80GB"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 97887, "RTX PRO 6000 Blackwell Workstation"),
+        ("NVIDIA RTX 6000 Ada Generation", 46068, "RTX 6000 Ada"),  # with ECC on
+        ("NVIDIA RTX 6001", 49140, None),
+    ],
+)
+def test_product_names_as_nvml_writes_them(product: str, mib: int, card: str | None) -> None:
+    found = catalog.identify(product, mib * MIB)
+    assert (found.name if found else None) == card
+
+
 def test_different_cards_the_smallest_rules_and_it_is_said(driver: NvmlStandin) -> None:
     driver.card(0)
     driver.card(1, name="NVIDIA GeForce RTX 3090", total_mib=24576)
