@@ -5,6 +5,7 @@ Weights are never loaded: memory and time depend on shapes and types, not on val
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -15,7 +16,7 @@ from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.custom import from_reference, is_reference
 from hfopt.workload.heads import choose_head
 from hfopt.workload.losses import loss_for, why_batch_dependent
-from hfopt.workload.recipe import Recipe, quietly
+from hfopt.workload.recipe import Recipe, quietly, uses_flash
 from hfopt.workload.remote import remote_config, remote_head
 from hfopt.workload.shapes import size_batch
 from hfopt.workload.sources import ConfigSource, find_config
@@ -36,7 +37,13 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     _set_labels(config, head.task, model.num_labels)
     recipe = Recipe(spec=model, source=source, config=config, head=head)
     facts = recipe.facts()
+    if not facts.trainable_parameters:
+        raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
     sized = size_batch(config, facts.main_input, head.task, data, trainer)
+    notes = [*([head.note] if head.note else []), *sized.notes]
+    if uses_flash(model):
+        sized = replace(sized, shape=replace(sized.shape, padded=False))
+        notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
     accepts = accepted_inputs(facts.model_class)
     return Workload(
         name=source.name,
@@ -52,8 +59,12 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
         tokens_per_sample=sized.tokens,
         checkpointable=facts.checkpointable,
         batch_dependent_loss=why_batch_dependent(facts.model, head.task, accepts),
-        notes=(*((head.note,) if head.note else ()), *sized.notes),
+        notes=tuple(notes),
     )
+
+
+def _why_nothing(spec: ModelSpec) -> str:
+    return "its weights are packed and there is no adapter" if spec.quantization is not None else "everything is frozen"
 
 
 def _config(source: ConfigSource, spec: ModelSpec) -> tuple[Any, bool]:

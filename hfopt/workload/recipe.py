@@ -54,6 +54,8 @@ class Recipe:
         )
 
     def _assemble(self) -> nn.Module:
+        if self.spec.quantization is not None and self.spec.lora is not None and self.spec.lora.use_dora:
+            raise WorkloadError("DoRA on packed weights is not modelled", hint="use LoRA on packed weights, or DoRA on unpacked ones")
         model = self._bare()
         if self.spec.quantization is not None:
             model = quantize(model, self.spec.quantization)
@@ -65,7 +67,7 @@ class Recipe:
     def _bare(self) -> nn.Module:
         options: dict[str, Any] = {_DTYPE_OPTION: weights_dtype(self.spec, self.config)}
         if self.spec.attn_implementation is not None:
-            options["attn_implementation"] = self.spec.attn_implementation
+            options["attn_implementation"] = "sdpa" if uses_flash(self.spec) else self.spec.attn_implementation
         with quietly():
             try:
                 model_class = self.head.model_class or getattr(transformers, self.head.class_name)
@@ -75,6 +77,13 @@ class Recipe:
         if self.source.fields.get("tie_word_embeddings") is False and self.source.has_checkpoint:
             _untie(model)
         return model
+
+
+def uses_flash(spec: ModelSpec) -> bool:
+    """flash_attention_2, _3 or a kernel of the Hub: CUDA code that only runs there. PyTorch's own flash kernel takes the same memory, and
+    sdpa takes it when no sample is padded, which is how the flash packages see every batch (they cut the padding out)."""
+    name = spec.attn_implementation or ""
+    return name.startswith("flash_attention") or "/" in name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,6 +99,21 @@ def test_packed_models_train_for_real(tiny: Tiny) -> None:
         assert torch.isfinite(loss)
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"quantization": Quantization(bits=4)}, "packed and there is no adapter"),
+        ({"quantization": Quantization(bits=4), "lora": Lora(target_modules="all-linear", use_dora=True)}, "DoRA on packed weights"),
+        ({"frozen": ("model", "lm_head")}, "everything is frozen"),
+        ({"lora": Lora(r=0)}, "must be at least 1"),
+    ],
+    ids=["packed alone", "packed dora", "all frozen", "rank 0"],
+)
+def test_what_cannot_train_is_refused(tiny: Tiny, spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(WorkloadError, match=words):
+        from_spec(ModelSpec(name=tiny("llama"), **spec), DATA)
+
+
 def test_frozen_modules_do_not_train(tiny: Tiny) -> None:
     name = tiny("bert")
     whole = from_spec(ModelSpec(name=name, task="sequence_classification"), DATA)

@@ -123,6 +123,14 @@ def test_dtype_and_labels_and_overrides(tiny: Tiny) -> None:
     assert model.score.out_features == 7 and workload.layers == 5
 
 
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn"])
+def test_flash_attention_is_planned_without_its_package(tiny: Tiny, name: str) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama"), attn_implementation=name), DataSpec(max_length=8))
+    assert workload.build_model().config._attn_implementation == "sdpa"
+    assert bool(workload.make_batch(2)["attention_mask"].all()), "flash packages cut the padding out"
+    assert any(name in note for note in workload.notes)
+
+
 def test_attention_implementation_is_taken(tiny: Tiny) -> None:
     model = from_spec(ModelSpec(name=tiny("bert"), attn_implementation="eager"), DataSpec()).build_model()
     assert model.config._attn_implementation == "eager"
