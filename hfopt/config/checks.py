@@ -146,7 +146,11 @@ class SectionReader:
         return target in self.values and not (key == "warmup_ratio" and self.values[target] in (0, None))
 
     def _read_unknown(self, key: str, value: Any) -> None:
-        near = nearest(key, (name for name in (*self.present.fields, *GONE) if name not in self.values))
+        near = nearest(key, (name for name in (*self.present.fields, *GONE, *ALIASES) if name not in self.values))
+        while near is not None and near not in self.present.fields:  # a misspelt old name or alias: the real key is meant
+            near = ALIASES.get(near) or GONE[near].to if near in ALIASES or near in GONE else None
+        if near in self.values:
+            near = None
         field = self._field(near or "")
         if field is not None and near is not None and judge(near, value, field).code == "wrong_type":
             near = None  # `seeds: [1, 2]` is not a misspelt seed
@@ -191,7 +195,7 @@ def nearest(key: str, candidates: Iterable[str]) -> str | None:
     """A key it may be a misspelling of: nearly all letters agree. `eval_epochs` is not `eval_steps`."""
     said = key.lower().replace("-", "_")
     pairs = _pairs(said)
-    possible = [name for name in candidates if 2 * len(pairs & _pairs(name)) > max(len(pairs), len(_pairs(name)))]
+    possible = [name for name in candidates if 2 * len(pairs & _pairs(name)) >= max(len(pairs), len(_pairs(name)))]
     close = difflib.get_close_matches(said, possible, n=1, cutoff=0.87)
     return close[0] if close else None
 

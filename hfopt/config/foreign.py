@@ -18,13 +18,27 @@ def _any_component(data: dict[Any, Any]) -> bool:
     return any(isinstance(value, dict) and "_component_" in value for value in data.values())
 
 
+def _switches(data: dict[Any, Any]) -> bool:
+    """`fp16: {enabled: true}` or an optimizer with `type` and `params`: DeepSpeed's way."""
+    halves = any(isinstance(data.get(key), dict) and "enabled" in data[key] for key in ("fp16", "bf16"))
+    optimizer = data.get("optimizer")
+    return halves or (isinstance(optimizer, dict) and {"type", "params"} <= optimizer.keys())
+
+
+def _typed_datasets(data: dict[Any, Any]) -> bool:
+    datasets = data.get("datasets")
+    return isinstance(datasets, list) and any(isinstance(item, dict) and {"path", "type"} <= item.keys() for item in datasets)
+
+
 # Source of each row: the tool's own documentation of its config file.
 _TOOLS: tuple[tuple[str, Mark], ...] = (
     ("accelerate (`accelerate config`)", lambda data: "compute_environment" in data or _has("distributed_type", "num_processes")(data)),
     ("torchtune", _any_component),
     ("DeepSpeed", _has("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer", of=2)),
     ("DeepSpeed", lambda data: "zero_optimization" in data and "learning_rate" not in data),
+    ("DeepSpeed", _switches),
     ("ludwig", lambda data: _has("input_features", "output_features", of=1)(data)),
+    ("axolotl", lambda data: "base_model" in data and _typed_datasets(data)),
     (
         "axolotl",
         lambda data: (

@@ -118,6 +118,8 @@ def _syntax_error(error: yaml.MarkedYAMLError, path: str) -> ConfigError:
     if "expected a single document" in words:
         return ConfigError(f"{path}{where}: several YAML documents in one file", hint="split it at the `---` and name one of the files")
     hint = "indent with spaces" if "'\\t'" in words else None
+    if mark is not None and mark.buffer is not None and re.search(r"\{\{|\{%", mark.buffer):
+        hint = hint or "a template ({{ ... }} or {% ... %}) has to be rendered first"
     return ConfigError(f"{path}{where}: not valid YAML: {words}", hint=hint)
 
 

@@ -9,6 +9,7 @@ from hfopt.config.document import Document, Entry, Node, NodePath, Use
 from hfopt.config.keys import kin
 from hfopt.config.operations import Operation
 from hfopt.config.render import render
+from hfopt.config.style import Style
 from hfopt.config.values import same
 from hfopt.errors import ConfigError
 
@@ -20,9 +21,11 @@ class Splicer:
 
     def __init__(self, document: Document) -> None:
         self.document, self.text = document, document.text
-        self.newline = "\r\n" if "\r\n" in self.text else "\n"
+        self.style = Style(document)
+        self.newline = self.style.newline
         self.replacements: list[tuple[int, int, int, int, str]] = []  # start, end, minus the depth, order, text
         self.removed: set[int] = set()  # key offsets of entries that go
+        self.commas: set[int] = set()  # after which last entries of flow mappings a comma was written
         self.own_keys: dict[NodePath, list[tuple[str, Any]]] = {}  # for sections that are an alias as a whole
 
     def result(self) -> str:
@@ -48,7 +51,7 @@ class Splicer:
         if operation.remove:
             self._remove(node, operation.key)
         elif operation.rename_to is not None and entry is not None:
-            self._replace(entry.key_start, entry.key_end, self._key_like(entry, operation.rename_to))
+            self._replace(entry.key_start, entry.key_end, self.style.key_like(entry, operation.rename_to))
             if not operation.keep_value:
                 self._set(node, entry, operation.after, before)
         elif entry is not None:
@@ -82,8 +85,8 @@ class Splicer:
             self._replace(use.start, use.end, f"{{<<: {alias}{inner}}}")
             return
         entry = next(entry for entry in parent.entries if entry.value is use)
-        indent = " " * (self.document.place(entry.key_start).column + 1)
-        lines = [f"{indent}<<: {alias}", *(line for key, value in pairs for line in self._block_lines(key, value, indent))]
+        indent = " " * (self.document.place(entry.key_start).column - 1 + self.style.step)
+        lines = [f"{indent}<<: {alias}", *(line for key, value in pairs for line in self._block_lines(use.node, key, value, indent))]
         start = use.start - len(self.text[entry.key_end : use.start]) + self.text[entry.key_end : use.start].index(":") + 1
         self._replace(start, use.end, "".join(self.newline + line for line in lines))
 
@@ -148,24 +151,24 @@ class Splicer:
             self._add_in_flow(node, neighbour, key, value)
             return
         indent = " " * (self.document.place(self._entry_start(neighbour)).column - 1)
-        lines = self._block_lines(key, value, indent)
+        lines = self._block_lines(node, self.style.key_like(neighbour, key), value, indent)
         end = self._line_end(neighbour.value.end)
         following = _NEWLINE.match(self.text, end)
         if following is None:  # the last line, without a newline: it stays so
             self._replace(end, end, "".join(self.newline + line for line in lines), depth=len(indent))
         else:
-            self._replace(following.end(), following.end(), "".join(line + self.newline for line in lines), depth=len(indent))
+            self._replace(following.end(), following.end(), "".join(line + following[0] for line in lines), depth=len(indent))
 
     def _entry_start(self, entry: Entry) -> int:
         """Where the entry begins: at its key, or at the question mark before it."""
         mark = re.search(r"\?[ \t]+\Z", self.text[max(0, entry.key_start - 80) : entry.key_start])
         return entry.key_start - len(mark[0]) if mark else entry.key_start
 
-    def _block_lines(self, key: str, value: Any, indent: str) -> list[str]:
+    def _block_lines(self, mapping: Node, key: str, value: Any, indent: str) -> list[str]:
         if isinstance(value, dict) and value:
-            inner = [line for name, item in value.items() for line in self._block_lines(name, item, indent + "  ")]
-            return [f"{indent}{render(key)}:", *inner]
-        return [f"{indent}{render(key)}: {render(value)}"]
+            inner = [f"{indent}{' ' * self.style.step}{render(name)}: {self.style.value(item, mapping)}" for name, item in value.items()]
+            return [f"{indent}{key}:", *inner]
+        return [f"{indent}{key}{self.style.gap(mapping, len(indent) + 1, key)}{self.style.value(value, mapping)}"]
 
     def _line_end(self, offset: int) -> int:
         match = _NEWLINE.search(self.text, offset)
@@ -173,20 +176,33 @@ class Splicer:
 
     def _add_in_flow(self, node: Node, neighbour: Entry, key: str, value: Any) -> None:
         json_style = self._is_json(node)
-        new = f"{render(key, flow=True, json_style=json_style)}: {render(value, flow=True, json_style=json_style)}"
-        before = self.text[: neighbour.key_start]
-        indent = re.search(r"(?:\r\n|\r|\n)[ \t]*\Z", before)
-        if indent is not None:  # each entry on a line of its own
-            self._replace(neighbour.key_start, neighbour.key_start, new + "," + indent[0])
+        new = f"{self.style.key_like(neighbour, key)}: {self.style.value(value, node, json_style=json_style)}"
+        indent = re.search(r"(?:\r\n|\r|\n)[ \t]*\Z", self.text[: neighbour.key_start])
+        following = next((entry for entry in node.entries if entry.key_start > neighbour.value.end), None)
+        end = neighbour.value.end
+        if indent is None:  # on one line
+            self._replace(end, end, ", " + new)
+        elif following is not None:  # each entry on a line of its own
+            self._replace(following.key_start, following.key_start, new + "," + indent[0])
         else:
-            self._replace(neighbour.value.end, neighbour.value.end, ", " + new)
+            self._add_last_in_flow(node, end, indent[0], new)
+
+    def _add_last_in_flow(self, node: Node, end: int, indent: str, new: str) -> None:
+        """After the last entry, a comma may or may not follow it; a comment on its line stays on its line."""
+        comma = re.compile(r"[ \t]*,").match(self.text, end)
+        after = comma.end() if comma else end
+        place = self._line_end(after) if self._line_end(after) < node.end else after
+        if comma:
+            self._replace(place, place, f"{indent}{new},")
+        elif place == end or end in self.commas:
+            self._replace(place, place, f",{indent}{new}")
+        else:
+            self.commas.add(end)
+            self._replace(end, end, ",")
+            self._replace(place, place, indent + new)
 
     def _is_json(self, node: Node) -> bool:
         return bool(node.entries) and all(self.text[entry.key_start] == '"' for entry in node.entries)
-
-    def _key_like(self, entry: Entry, name: str) -> str:
-        quote = self.text[entry.key_start : entry.key_start + 1]
-        return f"{quote}{name}{quote}" if quote in ("'", '"') else name
 
     # ------------------------------------------------------------------ remove
 

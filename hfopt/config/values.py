@@ -17,7 +17,7 @@ from hfopt.config.keys import ALSO_TAKES, GONE_VALUES
 from hfopt.config.secrets import shown
 
 Severity = Literal["error", "warning", "note"]
-UNRESOLVED = re.compile(r"\$\{|\{\{|\{%|^<[A-Za-z_ ]+>$|^\$[A-Z_]+$")
+UNRESOLVED = re.compile(r"\$\{|\{\{|\{%|^<[A-Za-z_ ]+>$|^\$[A-Za-z_]\w*$|^\?\?\?$")  # OmegaConf, jinja, <value>, $VALUE, ???
 _TRUE, _FALSE = {"true", "yes", "on", "1"}, {"false", "no", "off", "0"}
 _AT_LEAST_ONE = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"}
 
