@@ -11,12 +11,16 @@ import typer
 
 if TYPE_CHECKING:
     from hfopt.hardware.checkup import Checkup
+    from hfopt.hardware.probe import Probe
     from hfopt.schema import Gpu
 
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def doctor(
+    ask_torch: Annotated[bool, typer.Option("--probe", help="Also let the installed torch find the cards, in a child process.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Show what training would run on here, and what would slow it.
 
     Ends with 1 if there is something to mend.
@@ -24,12 +28,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     \b
     Examples:
       hfopt doctor                            for people
+      hfopt doctor --probe                    torch is asked too; takes some seconds
       hfopt doctor --json                     for a program
       CUDA_VISIBLE_DEVICES=1 hfopt doctor     as a run on that card would see it
     """
     from hfopt.hardware.checkup import checkup
 
-    found = checkup()
+    found = checkup(ask_torch=ask_torch)
     sys.stdout.write(_as_json(found) if as_json else _as_text(found))
     if any(problem.severity != "note" for problem in found.problems):
         raise typer.Exit(1)
@@ -58,6 +63,7 @@ def _as_text(found: Checkup) -> str:
         f"nvidia-ml-py  {software.nvidia_ml_py or 'not installed'}, "
         + (f"no driver reached ({found.nvml_problem})" if found.nvml_problem else "driver reached"),
         f"torch         {f'{torch.version} ({build})' if torch else 'not installed'}",
+        *([f"              {_torch_says(found.probe)}"] if found.probe else []),
         f"transformers  {software.transformers or 'not installed'}, accelerate {software.accelerate or 'not installed'}",
         f"extras        {', '.join(f'{name} {number}' for name, number in software.optional.items()) or 'none'}",
         f"processor     {host.cpu_name or 'unknown'}, {host.cores:g} cores usable",
@@ -92,6 +98,15 @@ def _card_lines(gpu: Gpu) -> list[str]:
         peaks = ", ".join(f"{precision} {peak / 1e12:.1f}" for precision, peak in gpu.peak_flops.items())
         lines.append(f"              {gpu.bandwidth_bytes_per_s / 1e9:,.0f} GB/s; dense TFLOP/s: {peaks}")
     return lines
+
+
+def _torch_says(probe: Probe) -> str:
+    if probe.error:
+        return f"asked, it fails: {probe.error}"
+    if not probe.count:
+        return "asked, it finds no GPU"
+    flash, bf16 = ({True: "yes", False: "no", None: "unknown"}[answer] for answer in (probe.flash_attention, probe.bf16))
+    return f"asked, it finds {probe.count} GPU(s); bf16 {bf16}, flash attention {flash}; built for {', '.join(probe.architectures)}"
 
 
 def _yes(answer: bool) -> str:

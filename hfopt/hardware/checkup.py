@@ -10,6 +10,8 @@ from pathlib import Path
 from hfopt.hardware import nvml
 from hfopt.hardware.detect import detect
 from hfopt.hardware.health import Surroundings, findings
+from hfopt.hardware.probe import Probe, probe
+from hfopt.hardware.probe import problems as disagreements
 from hfopt.hardware.software import Software, installed
 from hfopt.schema import Gpu, Hardware, Problem
 
@@ -22,13 +24,19 @@ class Checkup:
     software: Software
     nvml_problem: str | None  # None: the driver answers
     problems: tuple[Problem, ...]
+    probe: Probe | None = None  # None: torch was not asked
 
 
-def checkup() -> Checkup:
+def checkup(*, ask_torch: bool = False) -> Checkup:
     hardware, software = detect(), installed()
     around = _surroundings(hardware.gpus)
     problems = findings(hardware, software, around)
-    return Checkup(hardware=hardware, software=software, nvml_problem=around.nvml_problem, problems=problems)
+    answer = probe() if ask_torch else None
+    if answer is not None:
+        known = {problem.code for problem in problems}
+        told = known & {"card_too_old", "build_too_old"}  # with the build that would do
+        problems = (*(problem for problem in disagreements(hardware, answer) if problem.code != "no_kernels" or not told), *problems)
+    return Checkup(hardware=hardware, software=software, nvml_problem=around.nvml_problem, problems=problems, probe=answer)
 
 
 def flash_attention(gpu: Gpu) -> bool | None:

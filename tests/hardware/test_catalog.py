@@ -71,6 +71,17 @@ def test_the_memory_is_a_whole_number_of_chips(card: dict[str, Any]) -> None:
     assert any(size in (0.5, 1, 1.5, 2, 3, 4, 6) for size in per_chip_gib), per_chip_gib
 
 
+@each_card
+def test_power_and_links_are_of_their_generation(card: dict[str, Any]) -> None:
+    """No card draws less than 1.2 or more than 13.5 W per SM; PCIe goes by generation; NVLink comes in links of known speed."""
+    assert 1.2 <= card["power_w"] / card["sms"] <= 13.5
+    assert card["pcie_lanes"] in (4, 8, 16)
+    capability = TABLE["architectures"][card["architecture"]]["capability"]
+    newest = 3 if capability < [8, 0] else 4 if capability < [9, 0] else 5
+    assert card["pcie_generation"] == newest or card["architecture"] == "orin"
+    assert card.get("nvlink_gb_s") in (None, 25, 50, 56.25, 80, 100, 150, 200, 300, 450, 900)
+
+
 @each_gpu
 def test_a_program_sees_a_little_less_than_the_driver(gpu: Gpu) -> None:
     assert gpu.usable_bytes is not None
