@@ -76,11 +76,17 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
     console = people(quiet=quiet)
     shown = console.status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
     with shown as status:
+        from hfopt.estimate.memory import estimate
         from hfopt.planner import Request
         from hfopt.planner import plan as make
+        from hfopt.planner.ahead import Ahead
 
         request: Request = Request(**options)
-        return make(config, request, progress=status.update if status is not None else lambda text: None)
+        ahead = Ahead(estimate)
+        try:
+            return make(config, request, progress=status.update if status is not None else lambda text: None, estimator=ahead)
+        finally:
+            ahead.close()
 
 
 def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:

@@ -10,18 +10,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hfopt.config.installed import installed
 from hfopt.planner.advice import advice
+from hfopt.planner.ahead import Estimator
 from hfopt.planner.device import Device, device_of
 from hfopt.planner.feeding import Feeding
-from hfopt.planner.pricing import Estimator, Pricing
+from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
+from hfopt.planner.trials import Tried, tried
 from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced
 from hfopt.search.best import Found, best_first
 from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes, checkpointing_of, precision_of
@@ -29,6 +32,7 @@ from hfopt.search.precision import NumericFacts, Precisions, precisions
 from hfopt.search.space import Space, candidates, checkpointing_choices
 
 ALTERNATIVES = 24
+CPU_TIMINGS = 3
 
 
 def plan(
@@ -65,15 +69,17 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
     space = _space(subject, request, effective, allowed, current, neutrality)
     pricing = device.pricing(workload, estimator, progress)
 
+    pool = candidates(space)
+    pricing.expect(_likely(pool, device))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
-    found = best_first(candidates(space), pricing, device.budget_bytes, current=current.precision)
+    found = best_first(pool, pricing, device.budget_bytes, current=current.precision)
     if not found.ranked:
         raise nothing_fits(subject, device, pricing, found)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=job.world_size, on_gpu=device.gpu is not None)
-    winner, winner_time = found.ranked[0]
+    verdict = tried(found.ranked, lambda c: device.dry_run(subject, request, c, progress), timings=CPU_TIMINGS if device.gpu is None else 1)
+    winner, winner_time = found.ranked[verdict.chosen]
     before = feeding.chosen(current, pricing.time(current), pricing.memory(current), fits=pricing.fits(current), loader=feeding.current())
     after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, winner_time))
-    trial = device.dry_run(subject, request, winner, progress)
 
     outcome = Outcome(
         before=before,
@@ -93,11 +99,11 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
         before=before,
         after=after,
         changes=changes(setting, outcome),
-        alternatives=_alternatives(found, pricing),
+        alternatives=_alternatives(found, pricing, winner),
         rejected=found.rejected,
-        trial=trial,
+        trial=verdict.trial,
         neutrality=neutrality,
-        notes=(*device.notes, *subject.repairs, *workload.notes, *allowed.warnings, *pricing.estimate(winner).notes[len(workload.notes) :]),
+        notes=(*_notes(subject, device, allowed, pricing, winner), *_failures(verdict)),
     )
     return Plan(facts=replace(facts, advice=advice(facts, pricing, winner_time)), loaded=subject.loaded)
 
@@ -130,7 +136,8 @@ def _space(
 ) -> Space:
     job, workload = subject.job, subject.workload
     kept = job.kept
-    pinned = neutrality is not None and not neutrality.neutral and "accumulation" not in request.allow and effective == job.effective_batch
+    trades = "accumulation" in request.allow or effective != job.effective_batch
+    pinned = not trades and (workload.batch_dependent_loss is not None or (neutrality is not None and not neutrality.neutral))
     keeps_checkpointing = bool(kept.intersection(CHECKPOINTING_KEYS))
     choices = (
         (current.checkpointing,)
@@ -154,6 +161,12 @@ def _space(
     )
 
 
+def _likely(pool: Sequence[Candidate], device: Device) -> Candidate:
+    """Which trace the search will ask for first: the largest batch, unchecked, in the fastest precision."""
+    rate = device.speed.matmul_flops
+    return max(pool, key=lambda c: (not c.checkpointing.on, rate.get(c.precision, 0.0), c.per_device_batch, -c.torch_compile))
+
+
 def _defaults() -> dict[str, Any]:
     return {name: item.default for name, item in installed().fields.items()}
 
@@ -165,9 +178,28 @@ def _version() -> tuple[int, ...]:
 # ---------------------------------------------------------------------------------------------- what follows from the winner
 
 
-def _alternatives(found: Found, pricing: Pricing) -> tuple[Priced, ...]:
+def _notes(subject: Subject, device: Device, allowed: Precisions, pricing: Pricing, winner: Candidate) -> tuple[str, ...]:
+    repaired = (f"repaired for transformers {installed().version}: {repair}" for repair in subject.repairs)
+    dependent = subject.workload.batch_dependent_loss
+    kept = (
+        ()
+        if dependent is None
+        else (f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them",)
+    )
+    said = (*device.notes, *repaired, *kept, *allowed.warnings, *subject.workload.notes, *pricing.estimate(winner).notes)
+    return tuple(dict.fromkeys(said))
+
+
+def _failures(verdict: Tried) -> Iterator[str]:
+    for trial in verdict.failed:
+        c = trial.candidate
+        yield f"{c.per_device_batch} × {c.accumulation} {c.precision} was predicted to fit and ran out of memory in the dry run: left out"
+
+
+def _alternatives(found: Found, pricing: Pricing, winner: Candidate) -> tuple[Priced, ...]:
     """The runners-up with their memory; one whose own trace was not needed is priced by the trace that bounds it."""
-    return tuple(Priced(candidate=c, memory=pricing.nearest_memory(c), time=t) for c, t in found.ranked[1 : ALTERNATIVES + 1])
+    others = [pair for pair in found.ranked if pair[0] != winner][:ALTERNATIVES]
+    return tuple(Priced(candidate=c, memory=pricing.nearest_memory(c), time=t) for c, t in others)
 
 
 def _eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[int, str] | None:

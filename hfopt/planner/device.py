@@ -8,7 +8,8 @@ from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks
 from hfopt.hardware import catalog
-from hfopt.planner.pricing import Estimator, Pricing
+from hfopt.planner.ahead import Estimator
+from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject
 from hfopt.schema import Candidate, Gpu, Neutrality, StepSettings, Trial, Workload
 from hfopt.search.feasible import budget_bytes
@@ -56,8 +57,13 @@ class Device:
         return None
 
     def dry_run(self, subject: Subject, request: Request, winner: Candidate, progress: Progress) -> Trial | None:
-        """The winner on the device itself, where it is here; None where it is not."""
-        return None
+        """The winner on the device itself; None where the device is not here, or the model is live and cannot be sent to a child."""
+        if not request.dry_run or subject.hardware.hypothetical or subject.loaded is None:
+            return None
+        from hfopt.verify.dryrun import dry_run
+
+        progress(f"trying {winner.per_device_batch} × {winner.accumulation} on {self.name}")
+        return dry_run(subject.job, winner, device="cpu" if self.gpu is None else "cuda", gpu=self.gpu)
 
 
 def device_of(subject: Subject, request: Request) -> Device:

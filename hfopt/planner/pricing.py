@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from hfopt.estimate.memory import Estimate
 from hfopt.estimate.speed import Speed
 from hfopt.estimate.step_time import Ranks, StepTimer
+from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, MemoryPeak, StepSettings, StepTime, Workload
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
-
-Estimator = Callable[[Workload, StepSettings], Estimate]
+LIGHTEST_PRECISION = 0.4  # of another precision's memory that one takes at the least: halves of all, less what stays float32
 
 
 @dataclass(kw_only=True)
@@ -57,11 +57,14 @@ class Pricing:
         return self._traced(candidate)
 
     def largest_batch(self, candidate: Candidate) -> int | None:
-        """Exact for its own kind of accumulation; a bound that already fits saves the trace."""
+        """Exact for its own settings; a bound from another trace that already decides saves the trace."""
         if self.settings(candidate) not in self._estimates:
             limit = self.known_limit(candidate)
             if limit is not None and limit >= candidate.per_device_batch:
                 return limit
+            at_most = self._optimistic_limit(candidate)
+            if at_most is not None and at_most < candidate.per_device_batch:
+                return at_most or None
         return self._limit(self.settings(candidate))
 
     def known_limit(self, candidate: Candidate) -> int | None:
@@ -75,6 +78,19 @@ class Pricing:
             return self._limit(other)
         gradients = 2 * self._gradient_bytes(other)  # kept through the forward, and the second batch's inputs
         return self._estimates[other].curve.largest_batch(self.budget_bytes - self.offset_bytes - gradients)
+
+    def _optimistic_limit(self, candidate: Candidate) -> int | None:
+        """No batch above this can fit: by the trace with accumulation less its gradients, or by a fuller precision's less its half."""
+        wanted = self.settings(candidate)
+        found = []
+        for settings, estimate in self._estimates.items():
+            if replace(settings, accumulation=1, precision=wanted.precision) != replace(wanted, accumulation=1):
+                continue
+            budget = self.budget_bytes - self.offset_bytes + 2 * self._gradient_bytes(settings)
+            if settings.precision != wanted.precision:
+                budget = int(budget / LIGHTEST_PRECISION)
+            found.append(estimate.curve.largest_batch(budget) or 0)
+        return min(found, default=None)
 
     # ------------------------------------------------------------------------------------------ memory of one candidate
 
@@ -115,6 +131,11 @@ class Pricing:
         )
 
     # ------------------------------------------------------------------------------------------ traces
+
+    def expect(self, candidate: Candidate) -> None:
+        """This one will be asked for: an estimator that can trace beside us may begin."""
+        if isinstance(self.estimator, Ahead):
+            self.estimator.start(self.workload, self.settings(candidate))
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates:

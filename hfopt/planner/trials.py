@@ -1,0 +1,56 @@
+"""The winner is tried on the device: an out-of-memory error sends the next smaller one, a measured time decides among the close ones.
+
+On a card one trial is enough: its speed is well predicted and its memory is what must be sure. On the CPU speeds depend on caches that no
+roofline knows, so the best few are timed and the fastest is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hfopt.schema import Candidate, StepTime, Trial
+
+MOST_FAILURES = 4
+CLOSE = 0.35  # candidates predicted within this of the best are timed against it
+
+Run = Callable[[Candidate], Trial | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """Which of the ranked candidates stands, the trial that says so, and those that ran out of memory."""
+
+    chosen: int
+    trial: Trial | None
+    failed: tuple[Trial, ...] = ()
+    runs: int = 0
+
+
+def tried(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, *, timings: int = 1) -> Tried:
+    """Walks down the ranking; `timings` is how many may be timed."""
+    failed: list[Trial] = []
+    good: list[tuple[int, Trial]] = []
+    best_s = ranked[0][1].step_s
+    for index, (candidate, time) in enumerate(ranked):
+        if failed and candidate.per_device_batch >= failed[-1].candidate.per_device_batch:
+            continue
+        if good and (len(good) >= timings or time.step_s > best_s * (1 + CLOSE)):
+            break
+        trial = run(candidate)
+        if trial is None:
+            return Tried(chosen=0, trial=None)
+        if trial.outcome == "oom":
+            failed.append(trial)
+            if len(failed) >= MOST_FAILURES:
+                break
+            continue
+        if trial.outcome != "ok":
+            good = good or [(index, trial)]
+            break
+        good.append((index, trial))
+    runs = len(failed) + len(good)
+    if not good:
+        return Tried(chosen=0, trial=failed[-1], failed=tuple(failed), runs=runs)
+    chosen, trial = min(good, key=lambda pair: pair[1].step_s if pair[1].step_s is not None else float("inf"))
+    return Tried(chosen=chosen, trial=trial, failed=tuple(failed), runs=runs)
