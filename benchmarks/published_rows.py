@@ -10,7 +10,7 @@ import csv
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,22 @@ class Case:
             self.compiled,
             self.row["lora"],
             self.world_size,
+        )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What decides the kernels, whatever the batch, the card's speed or their number."""
+        s = replace(self.settings, accumulation=1)
+        row = self.row
+        return (
+            self.model,
+            self.length,
+            s,
+            row["precision"],
+            row["lora"],
+            row["task"],
+            self.sharded and self.world_size,
+            self.looped_optimizer,
         )
 
 

@@ -32,6 +32,7 @@ COMMANDS: tuple[str, ...] = (
     "check",
     "estimate",
     "plan",
+    "compare",
     "rehearse",
     "gpus",
     "doctor",
