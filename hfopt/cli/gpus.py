@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-_PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+_PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -49,17 +49,14 @@ def gpus(
 
 
 def _table(cards: list[Mapping[str, Any]]) -> str:
+    """Within 80 columns; the rest is in the full view and in the JSON."""
     width = max(len(card["name"]) for card in cards)
-    lines = [
-        f"{'':{width}}  {'memory':>10}  {'GB/s':>5}  {'SMs':>4}  {'cap.':>4}  " + "  ".join(f"{p:>6}" for p in _PRECISIONS) + "    watts"
-    ]
+    lines = [f"{'':{width}}{'GiB':>6}{'GB/s':>6}{'cap.':>5}" + "".join(f"{precision:>7}" for precision in _PRECISIONS)]
     for card in cards:
-        peaks = "  ".join(f"{_tflops(card, precision):>6}" for precision in _PRECISIONS)
-        lines.append(
-            f"{card['name']:{width}}  {card['memory_bytes'] / 2**20:>6,.0f} MiB  {card['bandwidth_bytes_per_s'] / 1e9:>5.0f}"
-            f"  {card['sms']:>4}  {_capability(card):>4}  {peaks}  {card['power_limit_w']:>7.0f}"
-        )
-    return "\n".join(lines) + "\npeaks in TFLOP/s, dense, float32 accumulation\n"
+        peaks = "".join(f"{_tflops(card, precision):>7}" for precision in _PRECISIONS)
+        memory, bandwidth = card["memory_bytes"] / 2**30, card["bandwidth_bytes_per_s"] / 1e9
+        lines.append(f"{card['name']:{width}}{memory:>6.1f}{bandwidth:>6.0f}{_capability(card):>5}{peaks}")
+    return "\n".join(lines) + "\npeaks in TFLOP/s, dense, float32 accumulation; cap. is the compute capability\n"
 
 
 def _in_full(card: Mapping[str, Any]) -> str:
@@ -67,8 +64,8 @@ def _in_full(card: Mapping[str, Any]) -> str:
 
     usable, nvlink = card["usable_bytes"], card["nvlink_bytes_per_s"]
     rows = [
-        ("memory", f"{format_bytes(card['memory_bytes'])} as the driver reports it"),
-        ("usable", f"{format_bytes(usable)} as CUDA shows it to a program" if usable else None),
+        ("memory", f"{format_bytes(card['memory_bytes'])} ({card['memory_bytes'] >> 20} MiB) as the driver reports it"),
+        ("usable", f"{format_bytes(usable)} ({usable >> 20} MiB) as CUDA shows it to a program"),
         ("bandwidth", f"{card['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"),
         ("SMs", str(card["sms"])),
         ("capability", _capability(card)),
