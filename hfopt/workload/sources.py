@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from hfopt.errors import WorkloadError
 from hfopt.workload.table import find, near_names
@@ -92,16 +94,29 @@ def _from_hub(name: str, tried: list[str]) -> ConfigSource:
     if constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         raise _unknown(name, [*tried, "the Hub was not asked: offline mode is on"])
     try:
+        _ask_hub(name)
         path = hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)
     except HFValidationError:
         raise _unknown(name, [*tried, "not a valid hub id"]) from None
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
+    except HTTPError as error:
+        error.close()
         reason = {401: "no such model, or it needs a login", 403: "its licence must be accepted first", 404: "no such model"}
-        raise _unknown(name, [*tried, f"the Hub answered {status}: {reason.get(status or 0, 'it could not serve the config')}"]) from None
-    except (OSError, ValueError) as error:  # no network: requests', httpx' and the Hub's own errors are all OSErrors or ValueErrors
+        raise _unknown(
+            name, [*tried, f"the Hub answered {error.code}: {reason.get(error.code, 'it could not serve the config')}"]
+        ) from None
+    except (OSError, ValueError, HfHubHTTPError) as error:
         raise _unknown(name, [*tried, f"the Hub could not be reached ({type(error).__name__})"]) from None
     return _from_file(Path(path), name, where=HUB)
+
+
+def _ask_hub(name: str) -> None:
+    """One question with a short limit: the Hub's own client asks five times, half a minute long, where there is no network."""
+    from huggingface_hub import get_token, hf_hub_url
+
+    url, token = hf_hub_url(name, "config.json"), get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    with urlopen(Request(url, method="HEAD", headers=headers), timeout=_HUB_TIMEOUT_S):
+        pass
 
 
 def _unknown(name: str, tried: list[str]) -> WorkloadError:

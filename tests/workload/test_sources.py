@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -52,3 +55,46 @@ def test_the_hub_cache_is_read_offline(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
     source = find_config("acme/tiny")
     assert source.where == "Hub cache" and source.fields["model_type"] == "bert"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A Hub on this machine that answers every question with one status; 0 is a Hub that is not there."""
+    answers: list[int] = []
+    servers: list[HTTPServer] = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(answers[-1])
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def start(status: int) -> None:
+        server = HTTPServer(("127.0.0.1", 0), Answer)
+        servers.append(server)
+        answers.append(status)
+        if status:
+            Thread(target=server.serve_forever, daemon=True).start()
+        else:
+            server.server_close()
+        monkeypatch.setattr("huggingface_hub.hf_hub_url", lambda *_: f"http://127.0.0.1:{server.server_port}/config.json")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+    yield start
+    for server, status in zip(servers, answers, strict=True):
+        if status:
+            server.shutdown()
+            server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(404, "404: no such model"), (403, "licence"), (500, "could not serve"), (0, "could not be reached")]
+)
+def test_what_the_hub_answers_is_said(hub: Callable[[int], None], capfd: pytest.CaptureFixture[str], status: int, words: str) -> None:
+    hub(status)
+    with pytest.raises(WorkloadError, match=words) as caught:
+        find_config("acme/unheard-of")
+    assert "bundled table" in str(caught.value) and "config.json" in str(caught.value.hint)
+    assert capfd.readouterr().err == "", "one message, not the client's own"
