@@ -143,7 +143,7 @@ def _candidates(name: str) -> list[Entry]:
         fitting, core = list(mig_entries()), wanted
     else:
         size, core = size_gb(wanted), without_size(wanted)
-        fitting = [entry for entry in entries() if size is None or _is_sold_as(entry.figures["memory_bytes"], size)]
+        fitting = [entry for entry in entries() if size is None or is_sold_as(entry.figures["memory_bytes"], size)]
     kinds: tuple[Callable[[Entry], bool], ...] = (
         lambda entry: plain(entry.name) == plain(name),
         lambda entry: plain(name) in map(plain, entry.names),
@@ -158,7 +158,7 @@ def _candidates(name: str) -> list[Entry]:
     return []
 
 
-def _is_sold_as(memory_bytes: int, gigabytes: int) -> bool:
+def is_sold_as(memory_bytes: int, gigabytes: float) -> bool:
     """15360 MiB is sold as 16 GB: drivers and ECC (1/16) take a part, and vendors round."""
     gib = memory_bytes / (1 << 30)
     return gib - 0.5 <= gigabytes <= gib * 1.075 + 0.6

@@ -15,7 +15,7 @@ from hfopt.hardware.host import host
 from hfopt.hardware.vendors import amd_gpus, apple_gpus
 from hfopt.hardware.visible import Listed, visible
 from hfopt.schema import Gpu, Hardware
-from hfopt.units import format_bytes
+from hfopt.units import GIB, format_bytes
 
 
 def detect() -> Hardware:
@@ -40,8 +40,11 @@ def detect() -> Hardware:
 
 
 def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hardware:
-    """A card that need not be here, `count` times, beside this host. A memory size tells variants apart and then counts as the card's;
-    with one, a card that is not in the catalog is planned by memory only."""
+    """A card that need not be here, `count` times, beside this host.
+
+    A memory size tells variants apart; one that the card is not sold with counts instead of its own, to the byte. With a memory size,
+    a card that is not in the catalog is planned by memory only.
+    """
     if count < 1:
         raise HardwareError(f"{count} cards of '{name}' cannot train; give 1 or more")
     if name.strip().lower() == "cpu":
@@ -54,10 +57,14 @@ def named(name: str, *, count: int = 1, memory_bytes: int | None = None) -> Hard
         note = f"'{name}' is not in the catalog: planned by memory only, without speed ({error.hint})"
         match = catalog.Match(gpu=Gpu(name=name, memory_bytes=memory_bytes), note=note)
     gpu, notes = match.gpu, [match.note] if match.note else []
-    if memory_bytes is not None and memory_bytes != gpu.memory_bytes:
+    if memory_bytes is not None and not _is_its_size(gpu, memory_bytes):
         notes.append(f"{gpu.name} has {format_bytes(gpu.memory_bytes)}; planned with {format_bytes(memory_bytes)} as asked")
         gpu = replace(gpu, memory_bytes=memory_bytes, usable_bytes=None)
     return Hardware(gpus=(gpu,) * count, host=host(), notes=tuple(notes), hypothetical=True)
+
+
+def _is_its_size(gpu: Gpu, memory_bytes: int) -> bool:
+    return memory_bytes >= gpu.memory_bytes and catalog.is_sold_as(gpu.memory_bytes, memory_bytes / GIB)
 
 
 def _without_nvidia(why: nvml.Unreachable | None = None) -> Hardware:
@@ -154,15 +161,15 @@ def _shared_memory(device: nvml.Device) -> nvml.Memory | None:
 
 
 def _instance(gpu: Gpu, device: nvml.Device, known: Gpu) -> Gpu:
-    """A MIG instance: its share of the SMs for the peaks, its share of the memory for the bandwidth."""
-    sms, sms_of_card = device.instance_sms, known.sms or 1
-    share = (sms or sms_of_card) / sms_of_card
+    """A MIG instance: its share of the memory for the bandwidth, of the SMs for the peaks (of the memory, if they are not told)."""
+    memory_share = min(1.0, gpu.memory_bytes / known.memory_bytes)
+    share = device.instance_sms / known.sms if device.instance_sms and known.sms else memory_share
     return replace(
         gpu,
         mig=True,
-        sms=sms,
+        sms=device.instance_sms,
         peak_flops={precision: peak * share for precision, peak in known.peak_flops.items()},
-        bandwidth_bytes_per_s=(known.bandwidth_bytes_per_s or 0.0) * min(1.0, gpu.memory_bytes / known.memory_bytes) or None,
+        bandwidth_bytes_per_s=(known.bandwidth_bytes_per_s or 0.0) * memory_share or None,
         nvlink_bytes_per_s=None,
     )
 

@@ -67,7 +67,8 @@ def _leading_integer(entry: str) -> int | None:
 
 
 def _cuda_order(listed: Sequence[Listed], environment: Mapping[str, str]) -> list[Listed]:
-    if environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST").upper() == "PCI_BUS_ID" or not listed:
+    cards = [device for device in listed if not device.mig]
+    if environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST").upper() == "PCI_BUS_ID" or not cards:
         return list(listed)
-    fastest = max(listed, key=lambda device: device.speed)  # the first of equals
+    fastest = max(cards, key=lambda device: device.speed)  # the first of equals
     return [fastest, *(device for device in listed if device is not fastest)]

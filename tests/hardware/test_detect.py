@@ -82,6 +82,14 @@ def test_a_mig_instance_has_its_share(driver: NvmlStandin, monkeypatch: pytest.M
     assert gpu.bandwidth_bytes_per_s / whole.bandwidth_bytes_per_s == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_mig_instance_that_does_not_tell_its_sms_is_priced_by_memory(driver: NvmlStandin) -> None:
+    driver.card(0, name="NVIDIA A100-SXM4-40GB", capability=80, total_mib=40960, mig=1)
+    driver.instance(0, 0, name="NVIDIA A100-SXM4-40GB MIG 2g.10gb", total_mib=10240)
+    (gpu,) = detect().gpus
+    assert gpu.sms is None
+    assert gpu.peak_flops["bf16"] == pytest.approx(catalog.find("A100 SXM 40GB").peak_flops["bf16"] / 4)
+
+
 def test_one_product_name_for_two_memory_sizes(driver: NvmlStandin) -> None:
     driver.card(0, name="NVIDIA GeForce RTX 4060 Ti", capability=89, total_mib=16380)
     driver.card(1, name="NVIDIA GeForce RTX 4060 Ti", capability=89, total_mib=8188)
@@ -208,6 +216,14 @@ def test_a_named_memory_tells_variants_apart_or_overrides() -> None:
     halved = named("a100 pcie 40gb", memory_bytes=20 * GIB)
     assert halved.gpus[0].memory_bytes == 20 * GIB and halved.gpus[0].catalog_name == "A100 PCIe 40GB"
     assert any("as asked" in note for note in halved.notes)
+
+
+def test_a_nominal_size_does_not_give_a_card_more_than_it_has() -> None:
+    card = catalog.find("4090")
+    assert named("4090", memory_bytes=24 * GIB).gpus == (card,)  # 24564 MiB are sold as 24 GB
+    assert named("t4", memory_bytes=16 * GIB).gpus == (catalog.find("t4"),)
+    assert named("4090", memory_bytes=23 * GIB).gpus[0].memory_bytes == 23 * GIB
+    assert named("4090", memory_bytes=48 * GIB).gpus[0].memory_bytes == 48 * GIB
 
 
 def test_an_unknown_card_needs_its_memory() -> None:

@@ -78,6 +78,12 @@ def test_one_process_sees_one_mig_instance() -> None:
     assert shown("GPU-dd55", cards) == ["MIG-01"]
 
 
+def test_the_first_instance_is_shown_though_another_is_faster() -> None:
+    cards = (Listed(uuid="MIG-01", mig=True, speed=1), Listed(uuid="MIG-02", mig=True, speed=9))
+    assert shown(None, cards) == ["MIG-01"]
+    assert shown(None, (SPLIT, *cards)) == ["MIG-01"]
+
+
 def test_whole_cards_come_before_mig_instances() -> None:
     cards = (SPLIT, *INSTANCES, *CARDS[:2])
     assert shown(None, cards) == ["GPU-aa11", "GPU-aa22"]
