@@ -2,13 +2,12 @@
 
 A subclass may count in `compute_loss` (TRL's SFTTrainer: tokens seen, entropy, accuracy). A repeated step would count twice, so the plain
 values it keeps on itself (numbers, strings, and dicts and lists of them) are noted before each micro-batch and restored before the
-repetition. What the Trainer itself keeps is changed between micro-batches only, never within one, and is left alone.
+repetition. The Trainer itself counts between micro-batches only, so nothing of its own is set back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import FunctionType
 from typing import Any
 
 Snapshot = dict[str, Any]
@@ -20,17 +19,13 @@ class Counters:
         from transformers import Trainer
 
         kind = type(trainer)
-        stock = kind.compute_loss is Trainer.compute_loss and kind.training_step is Trainer.training_step
         self._trainer = trainer
-        self._names: tuple[str, ...] | None = () if stock else None
-        self._not_ours = frozenset(name for value in vars(Trainer).values() for name in _attribute_names(value))
+        self._counts = kind.compute_loss is not Trainer.compute_loss or kind.training_step is not Trainer.training_step
 
     def snapshot(self) -> Snapshot:
-        if self._names == ():
+        if not self._counts:
             return {}
-        own = vars(self._trainer)
-        names = [name for name, value in own.items() if name not in self._not_ours and _is_plain(value)]
-        return {name: _copied(own[name]) for name in names}
+        return {name: _copied(value) for name, value in vars(self._trainer).items() if _is_plain(value)}
 
     def restore(self, snapshot: Snapshot) -> None:
         for name, value in snapshot.items():
@@ -40,11 +35,6 @@ class Counters:
         """Lists that got one entry per piece get one entry for the micro-batch: the pieces' mean, weighted."""
         for name, before in snapshot.items():
             _merged(getattr(self._trainer, name), before, weights)
-
-
-def _attribute_names(value: Any) -> tuple[str, ...]:
-    function = getattr(value, "__wrapped__", value)
-    return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
 def _is_plain(value: Any) -> bool:
