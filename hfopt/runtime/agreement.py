@@ -1,17 +1,20 @@
 """Data-parallel ranks agree, before gradients are synchronised, whether one of them ran out of memory.
 
-DDP starts to exchange gradients in the backward of a window's last micro-batch. A rank that is missing there leaves the others waiting
-for ever. So just before it every rank gives one word (a few integers, the minimum over the ranks taken on a CPU group of its own, so no
+DDP exchanges gradients in the backward of a window's last micro-batch. A rank that is missing there leaves the others waiting for ever. So
+just before that backward every rank gives one word (a few integers; the minimum over the ranks is taken on a CPU group of its own, so no
 device is waited for): all well, or the size it has to go down to. If one failed, all leave their step and repeat it together. Earlier
 micro-batches exchange nothing: there a rank recovers alone. Once the exchange has begun it cannot be called off: an OOM in it ends the
 process, and with it all ranks.
 
-DDP's forward may exchange too (buffers, once per window; the bucket layout, once per run). A rank that failed before it came to its
-forward joins that exchange first, and no rank repeats it: `entered` and `settle` see to it.
+DDP arms its exchange in the forward and cannot be disarmed, so the last forward is run as if it did not exchange, and the exchange is armed
+after the agreement (as accelerate's `trigger_sync_in_backward` does). DDP's forward itself sends buffers around, once per window: a rank that
+failed before it came to its forward joins that first (`join_forward`), and no rank repeats it (`settle`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,25 +48,47 @@ class Ranks:
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_gloo_available() else None
-        self._followed: Any = None
-        self.entered = False  # the forward has been reached in this window
-        self.synchronising = False  # the exchange of gradients has begun
-        self.collectives_seen = 0
+        self._model: Any = None
+        self._entered = False  # the forward has been reached in this window
+        self.holding = False  # the next backward is the one before which all agree
+        self.exchanging = False  # it has begun
 
-    def follow(self, model: Any) -> None:
-        """Notices when the wrapped model's forward begins."""
-        if not isinstance(model, DistributedDataParallel) or model is self._followed:
-            return
-        self._followed = model
-        model.module.register_forward_pre_hook(self._on_forward)
+    def begin(self, model: Any, *, window_begins: bool) -> None:
+        """A micro-batch begins."""
+        self.exchanging = False
+        if window_begins:
+            self._entered = False
+        if isinstance(model, DistributedDataParallel) and model is not self._model:
+            self._model = model
+            model.module.register_forward_pre_hook(self._on_forward)
 
     def _on_forward(self, module: torch.nn.Module, args: Any) -> None:
-        self.entered = True
+        self._entered = True
 
     @property
     def syncs(self) -> bool:
-        """The next backward would exchange gradients."""
-        return self._followed is not None and bool(self._followed.require_backward_grad_sync)
+        """The micro-batch that runs now ends with an exchange of gradients."""
+        return self._model is not None and bool(self._model.require_backward_grad_sync)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Runs the last forward without arming the exchange; `exchange` does that once all have agreed."""
+        if not self.syncs:
+            yield
+            return
+        model = self._model
+        model.require_backward_grad_sync, self.holding = False, True
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, self.holding = True, False
+        model.require_forward_param_sync = True
+
+    def exchange(self, loss: torch.Tensor) -> None:
+        """Arms the exchange for the backward that follows. DDP looks for unused parameters from the loss."""
+        self.holding, self.exchanging = False, True
+        self._model.require_backward_grad_sync = True
+        self._model.reducer.prepare_for_backward([loss] if self._model.find_unused_parameters else [])
 
     def agree(self, word: Word) -> Word:
         numbers = torch.tensor([word.well, word.size, word.without_checkpointing, word.alive], dtype=torch.int64)
@@ -73,11 +98,11 @@ class Ranks:
 
     def join_forward(self) -> None:
         """The exchanges at the start of DDP's forward, for a rank that did not get that far."""
-        if self._followed is not None and not self.entered:
-            self._followed._pre_forward()
-            self.entered = True
+        if self._model is not None and not self._entered:
+            self._model._pre_forward()
+            self._entered = True
 
     def settle(self) -> None:
-        """No rank exchanges buffers again in this window: all did, or all do when they come to their first forward."""
-        if self._followed is not None and self.entered:
-            self._followed.require_forward_param_sync = False
+        """A rank that has sent its buffers around in this window does not do so again."""
+        if self._model is not None and self._entered:
+            self._model.require_forward_param_sync = False

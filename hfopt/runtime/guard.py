@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +37,7 @@ class Guard:
     ) -> None:
         self.trainer = trainer
         self.refusal: Refusal | None = None
-        self.pieces = Pieces(trainer, trainer.training_step, self._before_backward)
+        self.pieces = Pieces(trainer, trainer.training_step, self._before_backward, self._last_piece)
         self.fit = Fit(trainer, memory=memory, log=log, settings=settings)
         self._get_batch_samples = trainer.get_batch_samples
         self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
@@ -62,7 +63,8 @@ class Guard:
         failure: Failure | PeerFailed
         try:
             if window.size is None:
-                loss = self.pieces.whole(model, inputs, num_items_in_batch)
+                with self._last_piece():
+                    loss = self.pieces.whole(model, inputs, num_items_in_batch)
             else:
                 loss = self.pieces.run(model, inputs, num_items_in_batch, window.size, syncs=self._syncs(window))
         except PeerFailed as error:
@@ -81,10 +83,7 @@ class Guard:
             window.rng = rng.snapshot()
         window.counters = self.pieces.counters.snapshot()
         if self._ranks is not None:
-            self._ranks.follow(model)
-            self._ranks.synchronising = False
-            if window.index == 0:
-                self._ranks.entered = False
+            self._ranks.begin(model, window_begins=window.index == 0)
 
     def _end(self, window: Window, loss: torch.Tensor) -> torch.Tensor:
         window.index += 1
@@ -95,15 +94,18 @@ class Guard:
     def _syncs(self, window: Window) -> bool:
         return self._ranks.syncs if self._ranks is not None else window.last
 
-    def _before_backward(self, model: Any) -> None:
+    def _last_piece(self) -> AbstractContextManager[None]:
+        return self._ranks.held() if self._ranks is not None else nullcontext()
+
+    def _before_backward(self, loss: torch.Tensor) -> None:
         """The point of agreement: the last moment at which all ranks can still turn back."""
         ranks, window = self._ranks, self._window
-        if ranks is None or window is None or not ranks.syncs:
+        if ranks is None or window is None or not ranks.holding:
             return
         word = ranks.agree(Word(size=window.size if window.failed and window.size is not None else agreement.WHOLE))
         if not word.well:
             raise PeerFailed(word)
-        ranks.synchronising = True
+        ranks.exchange(loss)
         if word.size != agreement.WHOLE:  # another rank had to go down in an earlier micro-batch: all remember the same
             window.size, window.failed = word.size, True
 
@@ -151,7 +153,7 @@ class Guard:
             capacity_bytes=now.capacity_bytes,
         )
         lost = None if known.recoverable else "a collective ran out of memory"
-        if self._ranks is not None and self._ranks.synchronising:
+        if self._ranks is not None and self._ranks.exchanging:
             lost = "gradients were being exchanged, so the ranks are out of step"
         return Failure(error=_without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
 

@@ -7,7 +7,7 @@ piece's weight, whatever `training_step` a subclass has. The pieces' losses, wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from hfopt.runtime.exactness import LossShape, Rule, RuleName
 from hfopt.runtime.replan import Refusal
 
 Step = Callable[..., torch.Tensor]
+LastPiece = Callable[[], AbstractContextManager[None]]
 # a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
 _CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
 
@@ -26,16 +27,16 @@ _CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, 
 class Pieces:
     """Runs micro-batches through the Trainer's own `training_step`."""
 
-    def __init__(self, trainer: Any, step: Step, before_backward: Callable[[Any], None]) -> None:
+    def __init__(self, trainer: Any, step: Step, before_backward: Callable[[torch.Tensor], None], last_piece: LastPiece) -> None:
         self.trainer = trainer
         self.counters = Counters(trainer)
         self.phase: Literal["forward", "backward"] = "forward"
         self.rule: Rule | None = None
         self._step = step
         self._before_backward = before_backward
+        self._last_piece = last_piece
         self._weight = 1.0
         self._backwards = 0
-        self._model: Any = None
         self._accelerator: Any = None
 
     def attach(self) -> None:
@@ -47,7 +48,7 @@ class Pieces:
         original = accelerator.backward
 
         def backward(loss: torch.Tensor, **more: Any) -> None:
-            self._before_backward(self._model)
+            self._before_backward(loss)
             self.phase = "backward"
             self._backwards += 1
             original(loss if self._weight == 1.0 else loss * self._weight, **more)
@@ -55,7 +56,7 @@ class Pieces:
         accelerator.backward = backward
 
     def whole(self, model: Any, inputs: Inputs, num_items: Any) -> torch.Tensor:
-        self._model, self.phase, self._weight = model, "forward", 1.0
+        self.phase, self._weight = "forward", 1.0
         return self._step(model, inputs, num_items)
 
     def run(self, model: Any, inputs: Inputs, num_items: Any, piece: int | None, *, syncs: bool) -> torch.Tensor:
@@ -63,14 +64,14 @@ class Pieces:
         size = self.size(inputs)
         inputs = chunks.shallow_copy(inputs)
         if size is None or piece is None or piece >= size:
-            with nullcontext() if syncs else self._accelerator.no_sync(model):
+            with self._last_piece() if syncs else self._accelerator.no_sync(model):
                 return self.whole(model, inputs, num_items)
         before = self.counters.snapshot()
         parts, shares, tokens = self._cut(model, inputs, num_items, size, piece)
         total: torch.Tensor | None = None
         for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
             last = syncs and number == len(parts) - 1
-            with nullcontext() if last else self._accelerator.no_sync(model):
+            with self._last_piece() if last else self._accelerator.no_sync(model):
                 loss = self._one(model, part, num_items, share)
             total = loss if total is None else total + loss
         self.counters.merge_pieces(before, tokens)
@@ -78,7 +79,7 @@ class Pieces:
         return total
 
     def _one(self, model: Any, part: Inputs, num_items: Any, share: float) -> torch.Tensor:
-        self._model, self.phase, self._weight, self._backwards = model, "forward", share, 0
+        self.phase, self._weight, self._backwards = "forward", share, 0
         try:
             loss = self._step(model, part, num_items) * share
         finally:

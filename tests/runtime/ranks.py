@@ -1,0 +1,126 @@
+"""One rank of a data-parallel run with shortages on chosen ranks; a program, started by test_fallback_ddp.py. Prints what it saw as JSON.
+
+Arguments: a schedule {"step,micro": [rank, phase, most samples]} as JSON, and the folder for the output.
+Phases: forward, backward, inputs (before the model is called), optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import hfopt
+
+RANK = int(os.environ["RANK"])
+warnings.filterwarnings("ignore")
+transformers.logging.set_verbosity_error()
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
+class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, 64, (12,), generator=torch.Generator().manual_seed(i))
+        labels = ids.clone()
+        labels[2 + i % 10 :] = -100
+        return {"input_ids": ids, "labels": labels}
+
+
+class Short(Trainer):
+    """Runs out of memory as the schedule says; the wrapped object is told where it is by its guard."""
+
+    schedule: dict[str, Any] = {}  # noqa: RUF012
+    failures: list[str] = []  # noqa: RUF012
+
+    def shortage(self, phases: set[str], rows: int) -> str | None:
+        window = vars(self)["_hfopt_guard"]._window if "_hfopt_guard" in vars(self) else None
+        place = f"{self.state.global_step},{window.index if window else 0}"
+        for rank, phase, most in self.schedule.get(place, ()):
+            if rank == RANK and phase in phases and rows > most:
+                self.failures.append(f"{place} {phase} {rows}")
+                return str(phase)
+        return None
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        if torch.is_grad_enabled() and self.shortage({"inputs"}, len(inputs["input_ids"])):
+            out_of_memory()
+        return super().compute_loss(model, inputs, *args, **more)
+
+
+def run(schedule: dict[str, Any], folder: Path, accumulation: int) -> Short:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+    )
+    model = LlamaForCausalLM(config).double()
+    model.register_buffer("counter", torch.zeros(1, dtype=torch.float64))  # DDP sends buffers around in its forward
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=accumulation,
+        max_steps=5,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        ddp_backend="gloo",
+        ddp_timeout=60,
+        include_num_input_tokens_seen=True,
+    )
+    trainer = Short(model=model, args=args, train_dataset=Samples())
+    trainer.schedule, trainer.failures = schedule, []
+    if schedule:
+        hfopt.protect(trainer)
+
+    def hook(module: Any, inputs: Any, output: Any) -> None:
+        hidden = output if torch.is_tensor(output) else output[0]
+        phase = trainer.shortage({"forward", "backward"}, hidden.shape[0]) if hidden.requires_grad else None
+        if phase == "forward":
+            out_of_memory()
+        if phase == "backward":
+            hidden.register_hook(out_of_memory)
+
+    model.model.layers[0].register_forward_hook(hook)
+
+    class FailingStep(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **more: Any) -> None:
+            if any(trainer.shortage({"optimizer"}, 99) for _ in "x"):
+                out_of_memory()
+
+    trainer.add_callback(FailingStep())
+    trainer.train(resume_from_checkpoint=os.environ.get("TEST_RESUME") or None)
+    return trainer
+
+
+def main() -> None:
+    schedule, folder, accumulation = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    plain = None if os.environ.get("TEST_ONLY_SHORT") else run({}, folder / "plain", accumulation)
+    short = run(schedule, folder / "short", accumulation)
+    result = {"rank": RANK, "failures": short.failures, "step": short.state.global_step, "tokens": short.state.num_input_tokens_seen}
+    weights = torch.cat([p.detach().flatten() for p in short.model.parameters()])
+    if plain is not None:
+        expected = torch.cat([p.detach().flatten() for p in plain.model.parameters()])
+        result["difference"] = float((weights - expected).norm() / expected.norm())
+        result["plain_tokens"] = plain.state.num_input_tokens_seen
+        losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (short, plain)]
+        result["loss_difference"] = max(abs(a - b) for a, b in zip(*losses, strict=True))
+    print("RESULT", json.dumps(result), flush=True)
+
+
+main()
