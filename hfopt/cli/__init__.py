@@ -33,6 +33,7 @@ COMMANDS: tuple[str, ...] = (
     "estimate",
     "plan",
     "compare",
+    "run",
     "rehearse",
     "gpus",
     "doctor",
@@ -50,7 +51,8 @@ def application(arguments: Sequence[str]) -> typer.Typer:
     )
     app.callback()(root)
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
-        app.command(name)(getattr(import_module(f"hfopt.cli.{name}"), name))
+        module = import_module(f"hfopt.cli.{name}")
+        app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(getattr(module, name))
     return app
 
 

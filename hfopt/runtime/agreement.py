@@ -1,14 +1,14 @@
 """Data-parallel ranks agree, before gradients are synchronised, whether one of them ran out of memory.
 
-DDP exchanges gradients in the backward of a window's last micro-batch. A rank that is missing there leaves the others waiting for ever. So
-just before that backward every rank gives one word (a few integers; the minimum over the ranks is taken on a CPU group of its own, so no
-device is waited for): all well, or the size it has to go down to. If one failed, all leave their step and repeat it together. Earlier
+DDP exchanges gradients in the backward of a window's last micro-batch. A rank that is missing there leaves the others waiting for ever.
+So just before that backward every rank gives one word (a few integers; the minimum over the ranks is taken on a CPU group of its own, so
+no device is waited for): all well, or the size it has to go down to. If one failed, all leave their step and repeat it together. Earlier
 micro-batches exchange nothing: there a rank recovers alone. Once the exchange has begun it cannot be called off: an OOM in it ends the
 process, and with it all ranks.
 
-DDP arms its exchange in the forward and cannot be disarmed, so the last forward is run as if it did not exchange, and the exchange is armed
-after the agreement (as accelerate's `trigger_sync_in_backward` does). DDP's forward itself sends buffers around, once per window: a rank that
-failed before it came to its forward joins that first (`join_forward`), and no rank repeats it (`settle`).
+DDP arms its exchange in the forward and cannot be disarmed, so the last forward is run as if it did not exchange, and the exchange is
+armed after the agreement (as accelerate's `trigger_sync_in_backward` does). DDP's forward itself sends buffers around, once per window: a
+rank that failed before it came to its forward joins that first (`join_forward`), and no rank repeats it (`settle`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -82,18 +83,25 @@ class Fit:
             return
         changes = self._changes(step.candidate)
         why = f"after running out of memory at step {seen.step} ({seen.phase}); the effective batch is still {self.effective_batch}"
-        if self._settings is not None:
-            self._settings(changes, why)
-        else:
-            record.write_settings(Path(self._trainer.args.output_dir), changes, why)
+        folder = Path(self._trainer.args.output_dir)
+        try:
+            (self._settings or functools.partial(record.write_settings, folder))(changes, why)
+            record.leave_settings(changes, why)
+        except OSError as error:  # a full disk must not end the training
+            record.tell(f"hfopt: the new settings could not be written: {error}")
         if step.action == "restart":
-            record.hand_off(
-                {"action": step.action, "reason": step.reason, "output_dir": str(self._trainer.args.output_dir), "changes": changes}
-            )
+            record.hand_off({"action": step.action, "reason": step.reason, "output_dir": str(folder.resolve()), "changes": changes})
 
     def log(self, entry: Mapping[str, Any]) -> None:
+        """To the given sink, else to the monitor among the Trainer's callbacks."""
+        from hfopt.runtime.monitor import HFGpuMonitor
+
         if self._log is not None:
             self._log(entry)
+            return
+        for callback in self._trainer.callback_handler.callbacks:
+            if isinstance(callback, HFGpuMonitor):
+                callback.write("fallback", **entry)
 
     def _changes(self, candidate: Candidate) -> dict[str, Any]:
         """The settings for the next run: the smallest size that was needed, as an exact divisor."""

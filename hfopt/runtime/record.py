@@ -61,12 +61,31 @@ def write_settings(folder: Path, changes: Mapping[str, Any], why: str) -> None:
     temporary.replace(folder / REPLANNED)
 
 
+def leave_settings(changes: Mapping[str, Any], why: str) -> None:
+    """The same for the supervisor, which keeps them beside the user's own YAML."""
+    target = os.environ.get(HANDOFF)
+    if target is not None:
+        _write_json(Path(f"{target}.settings"), {"changes": dict(changes), "why": why})
+
+
 def hand_off(facts: Mapping[str, Any]) -> bool:
     """Leaves word for the supervisor, when there is one. True when it was left."""
     target = os.environ.get(HANDOFF)
     if target is None:
         return False
-    temporary = Path(f"{target}.{os.getpid()}")
+    _write_json(Path(target), facts)
+    return True
+
+
+def say_alive(args: Any) -> None:
+    """At the start of training: what the supervisor needs when the process is killed and can say nothing."""
+    target = os.environ.get(HANDOFF)
+    if target is not None:
+        settings = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers")
+        _write_json(Path(f"{target}.alive"), {name: getattr(args, name) for name in settings})
+
+
+def _write_json(target: Path, facts: Mapping[str, Any]) -> None:
+    temporary = target.with_name(f"{target.name}.{os.getpid()}")
     temporary.write_text(json.dumps(facts))
     temporary.replace(target)
-    return True

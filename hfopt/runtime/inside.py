@@ -1,0 +1,89 @@
+"""What `hfopt run` does inside the user's process: every Trainer is protected, and a restarted one resumes with the new settings.
+
+The script is unchanged. The new pair of batch and accumulation is set on the TrainingArguments before the Trainer reads them, and only
+for the output folder whose run failed, so that another Trainer of the same script keeps its own. Before transformers 5.2 a checkpoint's
+`train_batch_size` silently replaces the one asked for (transformers#43708): there the state that is read back is given the new one.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hfopt.runtime import record
+from hfopt.runtime.fallback import protect
+
+ORDERS = "HFOPT_ORDERS"
+"""JSON in the environment of a restarted process: output_dir, checkpoint (or null), changes."""
+
+
+def install(trainer_class: type) -> None:
+    """Wraps the class itself, once: subclasses call its __init__ and train."""
+    kind: Any = trainer_class
+    original_init, original_train = kind.__init__, kind.train
+
+    @functools.wraps(original_init)
+    def init(self: Any, *args: Any, **more: Any) -> None:
+        _obey(args[1] if len(args) > 1 else more.get("args"))
+        original_init(self, *args, **more)
+        protect(self)
+
+    @functools.wraps(original_train)
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+        record.say_alive(self.args)
+        checkpoint = _checkpoint_for(self.args)
+        if checkpoint is None:
+            return original_train(self, resume_from_checkpoint, *args, **more)
+        with_own_batch = _reading_back(self.args.train_batch_size)
+        return with_own_batch(lambda: original_train(self, checkpoint, *args, **more))
+
+    kind.__init__, kind.train = init, train
+
+
+def orders_for(output_dir: str) -> dict[str, Any] | None:
+    text = os.environ.get(ORDERS)
+    orders: dict[str, Any] | None = json.loads(text) if text else None
+    if orders is None or Path(orders["output_dir"]).resolve() != Path(output_dir).resolve():
+        return None
+    return orders
+
+
+def _obey(args: Any) -> None:
+    orders = orders_for(args.output_dir) if args is not None else None
+    for key, value in (orders or {}).get("changes", {}).items():
+        setattr(args, key, value)
+
+
+def _checkpoint_for(args: Any) -> str | None:
+    orders = orders_for(args.output_dir)
+    return orders["checkpoint"] if orders is not None else None
+
+
+def _reading_back(batch: int) -> Callable[[Callable[[], Any]], Any]:
+    """Runs an action during which a checkpoint's state says `batch` where it says another one."""
+    import transformers
+    from packaging.version import Version
+
+    def run(action: Callable[[], Any]) -> Any:
+        if Version(transformers.__version__) >= Version("5.2"):
+            return action()
+        from transformers.trainer_callback import TrainerState
+
+        original = TrainerState.load_from_json
+
+        def load_from_json(path: str) -> Any:
+            state = original(path)
+            state.train_batch_size = batch
+            return state
+
+        TrainerState.load_from_json = load_from_json
+        try:
+            return action()
+        finally:
+            TrainerState.load_from_json = original
+
+    return run

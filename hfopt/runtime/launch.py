@@ -1,0 +1,133 @@
+"""The supervisor: runs a training command unchanged and, when memory ends its process, starts it again from its last checkpoint.
+
+Inside the process every Trainer is protected (`inside.py`), so most OOMs never come here. What does: the optimizer step, FSDP and ZeRO,
+an exchange of gradients that had begun, the kernel's OOM killer. The process leaves word in a file (what to change, which output folder);
+one that was killed could not, so it leaves its settings at the start and the memory cgroup says what killed it. All ranks are ended, the
+new pair of batch and accumulation (same product) goes into the environment, and the command runs again. Any other failure is the script's
+own: its exit code is passed on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hfopt
+from hfopt.runtime.cgroup import oom_kills
+from hfopt.runtime.checkpoints import last_checkpoint
+from hfopt.runtime.processes import Child
+
+SITE = Path(__file__).parent / "site"
+GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed
+HANDOFF, ORDERS = "HFOPT_HANDOFF", "HFOPT_ORDERS"  # as in record.py and inside.py, which import torch
+
+Replanned = Callable[[Mapping[str, Any], str], None]
+"""Takes the settings that go on, and why; the command line writes them into a copy of the user's YAML."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """Why a process ended for lack of memory, and what to change."""
+
+    reason: str
+    output_dir: Path | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    hopeless: bool = False
+
+
+def supervise(command: Sequence[str], *, attempts: int, say: Callable[[str], None], replanned: Replanned | None = None) -> int:
+    """Runs the command to its end, restarting it at most `attempts` times; returns its last exit code."""
+    orders: dict[str, Any] | None = None
+    for restart in range(attempts + 1):
+        with tempfile.TemporaryDirectory(prefix="hfopt-run-") as folder:
+            note = Path(folder) / "handoff.json"
+            kills = oom_kills()
+            child = Child(command, _environment(note, orders))
+            code = child.wait(note.exists, grace_s=GRACE_S)
+            settings = _read(note.with_name(f"{note.name}.settings"))
+            if settings is not None and replanned is not None:
+                replanned(settings["changes"], settings["why"])
+            verdict = _verdict(note, code, kills) if code != 0 and not child.asked_to_end else None
+        if verdict is None or verdict.hopeless or verdict.output_dir is None:
+            if verdict is not None:
+                say(f"hfopt: {verdict.reason}")
+            return code
+        if restart == attempts:
+            say(f"hfopt: {verdict.reason}; {attempts} restart{'s' if attempts != 1 else ''} did not help, so this is the end")
+            return code
+        orders = _orders(verdict, orders)
+        say(_announcement(verdict, orders, restart + 1, attempts))
+        if replanned is not None:
+            replanned(orders["changes"], verdict.reason)
+    raise AssertionError("the loop returns")
+
+
+def _environment(note: Path, orders: Mapping[str, Any] | None) -> dict[str, str]:
+    env = dict(os.environ)
+    package = Path(hfopt.__file__).parent.parent
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"), str(package))))
+    env[HANDOFF] = str(note)
+    if orders is not None:
+        env[ORDERS] = json.dumps(orders)
+    return env
+
+
+def _verdict(note: Path, code: int, kills_before: int | None) -> Verdict | None:
+    """None: the failure has nothing to do with memory, as far as anyone can tell."""
+    word = _read(note)
+    if word is not None and word["action"] == "restart":
+        return Verdict(reason=word["reason"], output_dir=Path(word["output_dir"]), changes=word["changes"])
+    if word is not None:
+        return Verdict(reason=f"{word['reason']}; what would fit: {word['smallest_change']}", hopeless=True)
+    kills = oom_kills()
+    if kills is None or kills_before is None or kills <= kills_before:
+        return None
+    alive = _read(note.with_name(f"{note.name}.alive"))
+    if alive is None:
+        return Verdict(reason="the kernel's OOM killer ended it before training began: the machine's memory is too small", hopeless=True)
+    return _after_kill(alive)
+
+
+def _after_kill(alive: Mapping[str, Any]) -> Verdict:
+    """The machine's memory ran out: workers that load data hold most of it, after them the batch."""
+    reason = "the kernel's OOM killer ended it: the machine's memory ran out"
+    folder = Path(alive["output_dir"])
+    workers, batch = alive["dataloader_num_workers"], alive["per_device_train_batch_size"]
+    if workers > 0:
+        return Verdict(reason=reason, output_dir=folder, changes={"dataloader_num_workers": workers // 2})
+    if batch > 1:
+        smaller = max(size for size in range(1, batch // 2 + 1) if batch % size == 0)
+        accumulation = alive["gradient_accumulation_steps"] * batch // smaller
+        changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation}
+        return Verdict(reason=reason, output_dir=folder, changes=changes)
+    return Verdict(reason=f"{reason}, with one sample at a time and no worker processes", hopeless=True)
+
+
+def _orders(verdict: Verdict, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    assert verdict.output_dir is not None
+    checkpoint = last_checkpoint(verdict.output_dir)
+    kept = earlier["changes"] if earlier is not None and earlier["output_dir"] == str(verdict.output_dir) else {}
+    return {
+        "output_dir": str(verdict.output_dir),
+        "checkpoint": str(checkpoint) if checkpoint is not None else None,
+        "changes": {**kept, **verdict.changes},
+    }
+
+
+def _announcement(verdict: Verdict, orders: Mapping[str, Any], restart: int, attempts: int) -> str:
+    where = f"resuming from {orders['checkpoint']}" if orders["checkpoint"] else "from the start, for there is no checkpoint yet"
+    settings = ", ".join(f"{key} {value}" for key, value in orders["changes"].items())
+    return f"hfopt: {verdict.reason}. Restart {restart} of at most {attempts}, {where}, with {settings}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        facts: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return facts

@@ -1,0 +1,71 @@
+"""Several ranks: one rank's OOM makes all repeat the step, none waits for ever, and the weights are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "ranks.py"
+ROOT = Path(__file__).parents[2]
+
+# place "step,micro-batch" -> [rank, phase, samples that fit]; with accumulation 3, micro-batch 2 is the one that exchanges gradients
+EVERY_PHASE = {
+    "0,0": [[1, "forward", 2]],
+    "1,1": [[1, "backward", 2]],
+    "2,2": [[1, "forward", 2]],
+    "3,2": [[1, "inputs", 2]],
+    "4,2": [[0, "forward", 2], [1, "inputs", 1]],
+}
+NO_ACCUMULATION = {"0,0": [[1, "forward", 2]], "2,0": [[3, "inputs", 1]], "3,0": [[0, "forward", 1], [2, "forward", 2]]}
+
+
+def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: Path) -> list[dict[str, Any]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), json.dumps(schedule), str(folder), str(accumulation)],
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    lines = [line.removeprefix("RESULT ") for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == world, outputs
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "schedule", "accumulation"), [(2, EVERY_PHASE, 3), (4, NO_ACCUMULATION, 1)])
+def test_all_ranks_repeat_the_step_together(tmp_path: Path, world: int, schedule: dict[str, Any], accumulation: int) -> None:
+    results = run_ranks(world, schedule, accumulation, tmp_path)
+    failed = {failure.split()[0] for result in results for failure in result["failures"]}
+    assert failed == set(schedule)
+    for result in results:
+        assert result["step"] == 5
+        assert result["difference"] < 1e-9
+        assert result["loss_difference"] < 1e-5
+        assert result["tokens"] == result["plain_tokens"]

@@ -1,0 +1,153 @@
+"""`hfopt run`: what a process cannot survive is restarted from its checkpoint and ends where the undisturbed run does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hfopt.cli.run import resolved
+from hfopt.errors import HfoptError
+from hfopt.runtime.cgroup import oom_kills
+from hfopt.runtime.checkpoints import last_checkpoint
+
+SCRIPT = Path(__file__).parent / "training_script.py"
+ROOT = Path(__file__).parents[2]
+
+
+def hfopt_run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    started = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
+    return subprocess.run(
+        [sys.executable, "-m", "hfopt", "run", *words], capture_output=True, text=True, env=started, timeout=300, check=False
+    )
+
+
+def results(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+
+
+@pytest.mark.slow
+def test_an_oom_in_the_optimizer_is_resumed_with_the_same_product(tmp_path: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    config = tmp_path / "config.yaml"
+    config.write_text("# tuned by hand\nper_device_train_batch_size: 8 # fits\ngradient_accumulation_steps: 2\nlearning_rate: 5.0e-5\n")
+    plain = hfopt_run(str(SCRIPT), str(tmp_path / "plain"), "none")
+    run = hfopt_run(str(SCRIPT), str(tmp_path), "optimizer", str(config))
+    assert (plain.returncode, run.returncode) == (0, 0), run.stderr
+    (expected,), (result,) = results(plain.stdout), results(run.stdout)
+    assert (result["batch"], result["used_batch"], result["accumulation"]) == (4, 4, 4)
+    assert result["step"] == expected["step"] == 5
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
+    assert "the optimizer step had begun" in run.stderr
+    assert "Restart 1 of at most 3, resuming from" in run.stderr
+    assert "checkpoint-2" in run.stderr
+    replanned = config.with_name("config_replanned.yaml").read_text()
+    assert yaml.safe_load(replanned)["per_device_train_batch_size"] == 4
+    assert replanned.startswith("# tuned by hand\n")
+    assert "hfopt" not in plain.stderr
+
+
+@pytest.mark.slow
+def test_restarts_have_a_limit_and_a_bug_has_none(tmp_path: Path) -> None:
+    hopeless = hfopt_run("--restarts", "1", str(SCRIPT), str(tmp_path), "hopeless")
+    assert hopeless.returncode == 1
+    assert hopeless.stderr.count("Restart 1 of at most 1") == 1
+    assert "1 restart did not help" in hopeless.stderr
+    bug = hfopt_run(str(SCRIPT), str(tmp_path / "other"), "bug")
+    assert bug.returncode == 7
+    assert "Restart" not in bug.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["exchange", "optimizer"])
+def test_all_ranks_end_and_resume_when_one_cannot_go_on(tmp_path: Path, trouble: str) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+    began = time.monotonic()
+    run = hfopt_run(*launcher, str(tmp_path), trouble)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert time.monotonic() - began < 240
+    ranks = results(run.stdout)
+    assert [rank["step"] for rank in ranks] == [5, 5]
+    assert all(rank["batch"] * rank["accumulation"] == (4 if trouble == "exchange" else 8) for rank in ranks)
+    assert all(rank["batch"] == 2 for rank in ranks)
+    assert ("gradients were being exchanged" in run.stderr) == (trouble == "exchange")
+
+
+QUICK = "import sys, os, signal, time, pathlib\n"
+
+
+def test_the_exit_code_signals_and_input_pass_through(tmp_path: Path) -> None:
+    script = tmp_path / "quick.py"
+    script.write_text(QUICK + "print(sys.stdin.read().upper(), sys.argv[1:]); sys.exit(5)")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hfopt", "run", str(script), "--restarts", "-x"]
+    done = subprocess.run(command, input="hello", capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert done.returncode == 5
+    assert done.stdout.startswith("HELLO ['--restarts', '-x']")
+    script.write_text(QUICK + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('ready', flush=True); time.sleep(60)")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hfopt", "run", str(script)], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=env
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 9
+    process.stdout.close()
+    script.write_text(QUICK + "os.kill(os.getpid(), signal.SIGKILL)")
+    killed = subprocess.run([sys.executable, "-m", "hfopt", "run", str(script)], capture_output=True, env=env, timeout=60, check=False)
+    assert killed.returncode == 128 + signal.SIGKILL
+
+
+def test_what_to_execute(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    assert resolved([str(script), "--lr", "1"]) == [sys.executable, str(script), "--lr", "1"]
+    assert resolved(["-m", "package"]) == [sys.executable, "-m", "package"]
+    assert Path(resolved(["sh", "-c", "true"])[0]).is_absolute()
+    for wrong, said in [
+        (["missing.py"], "no such script"),
+        (["no-such-launcher"], "no such program"),
+        (["--atempts"], "no such option"),
+        (["-m"], "needs"),
+    ]:
+        with pytest.raises(HfoptError, match=said):
+            resolved(wrong)
+
+
+def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path / "missing") is None
+    for step, text in [(2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_st'), (14, None)]:
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        if text is not None:
+            (folder / "trainer_state.json").write_text(text)
+    found = last_checkpoint(tmp_path)
+    assert found is not None
+    assert found.name == "checkpoint-10"
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/user.slice/app", "user.slice/app/memory.events"),
+        ("4:memory:/jobs/7", "memory/jobs/7/memory.oom_control"),
+        ("0::/", "memory.events"),
+    ],
+)
+def test_the_kernels_count_of_kills(tmp_path: Path, line: str, file: str) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(f"{line}\n")
+    assert oom_kills(tmp_path, own, tmp_path / "none") is None
+    events = tmp_path / file
+    events.parent.mkdir(parents=True, exist_ok=True)
+    events.write_text("low 0\noom 4\noom_kill 3\n")
+    assert oom_kills(tmp_path, own, tmp_path / "none") == 3
