@@ -26,7 +26,7 @@ _DID: dict[str, str] = {
     "retry_after_clearing": "the step runs again after clearing the cache",
     "chunk": "the step runs again in pieces of {size}",
     "checkpointing": "the step runs again with gradient checkpointing, {size} at a time",
-    "restart": "this process cannot go on; resume from the last checkpoint with {size} × {accumulation}",
+    "restart": "this process cannot go on; resume from the last checkpoint with {size} × {accumulation}{checkpointing}",
     "give_up": "nothing is left to try; what would fit: {smallest}",
 }
 
@@ -37,7 +37,8 @@ def sentence(seen: OomSeen, step: ReplanStep, effective_batch: int, note: str | 
     asked = f", {format_bytes(seen.requested_bytes)} more asked for" if seen.requested_bytes else ""
     size = step.candidate.per_device_batch if step.candidate else None
     accumulation = step.candidate.accumulation if step.candidate else None
-    did = _DID[step.action].format(size=size, accumulation=accumulation, smallest=step.smallest_change)
+    checkpointing = " and gradient checkpointing" if step.candidate and step.candidate.checkpointing.on else ""
+    did = _DID[step.action].format(size=size, accumulation=accumulation, checkpointing=checkpointing, smallest=step.smallest_change)
     kept = "" if step.action == "give_up" else f"; effective batch still {effective_batch}"
     return f"hfopt: out of memory at step {seen.step} ({seen.phase}, {samples}{asked}): {did}{kept}" + (f" ({note})" if note else "")
 

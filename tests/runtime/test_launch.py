@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def hfopt_run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def results(output: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT ")]
+    """Two ranks may print on one line."""
+    return [json.loads(found) for found in re.findall(r"RESULT (\{[^{}]*\})", output)]
 
 
 @pytest.mark.slow

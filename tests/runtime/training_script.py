@@ -36,6 +36,12 @@ def out_of_memory(*_: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
 
+def fail_in_backward(module: Any, inputs: Any, output: Any) -> None:
+    hidden = output if torch.is_tensor(output) else output[0]
+    if hidden.requires_grad:
+        hidden.register_hook(out_of_memory)
+
+
 class Trouble(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         marker = FOLDER / "happened"
@@ -52,7 +58,7 @@ class Trouble(TrainerCallback):
         marker = FOLDER / "happened"
         if TROUBLE == "exchange" and state.global_step == 3 and RANK == 1 and not marker.exists():
             marker.touch()
-            model.model.layers[0].register_forward_hook(lambda module, inputs, output: output.register_hook(out_of_memory) and None)
+            model.model.layers[0].register_forward_hook(fail_in_backward)
 
 
 torch.manual_seed(0)
