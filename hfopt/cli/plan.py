@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfopt.cli.choices import task_of
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -49,7 +50,7 @@ def plan(
         "num_gpus": num_gpus,
         "model": model,
         "seq_len": seq_len,
-        "task": _task(task),
+        "task": task_of(task),
         "section": section,
         "effective_batch": effective_batch,
         "lr_scaling": _scaling(lr_scaling, effective_batch),
@@ -101,16 +102,6 @@ def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
         console.print(
             Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")
         )
-
-
-def _task(task: str | None) -> str | None:
-    from typing import get_args
-
-    from hfopt.schema import Task
-
-    if task is None or task in get_args(Task):
-        return task
-    raise ConfigError(f"--task {task} is not known", hint=f"one of: {', '.join(get_args(Task))}")
 
 
 def _scaling(lr_scaling: str, effective_batch: int | None) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.config.installed import installed
+from hfopt.config.step import checkpointing_of, precision_of
 from hfopt.planner.advice import advice
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.device import Device, device_of
@@ -27,7 +28,7 @@ from hfopt.planner.result import Plan
 from hfopt.planner.trials import Tried, tried
 from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced
 from hfopt.search.best import Found, best_first
-from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes, checkpointing_of, precision_of
+from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes
 from hfopt.search.precision import NumericFacts, Precisions, precisions
 from hfopt.search.space import Space, candidates, checkpointing_choices
 

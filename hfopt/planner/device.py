@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hfopt.config.step import step_settings
 from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks
@@ -80,14 +81,7 @@ def device_of(subject: Subject, request: Request) -> Device:
         speed, note = (known, None) if known is not None else _stand_in(gpu)
         notes.extend([note] if note else [])
         free = gpu.free_bytes if gpu.free_bytes is not None else gpu.usable_bytes or gpu.memory_bytes
-    base = StepSettings(
-        optim=str(args.get("optim") or "adamw_torch"),
-        optim_args=args.get("optim_args"),
-        max_grad_norm=float(args["max_grad_norm"]) if args.get("max_grad_norm") is not None else 1.0,
-        label_smoothing=float(args.get("label_smoothing_factor") or 0.0),
-        attn_implementation=subject.job.model.attn_implementation,
-        capability=CPU_CAPABILITY if gpu is None else gpu.capability or (8, 0),
-    )
+    base = step_settings(args, capability=CPU_CAPABILITY if gpu is None else gpu.capability or (8, 0))
     ranks, offset, world_note = _world(subject, workload)
     notes.extend([world_note] if world_note else [])
     return Device(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.schema import Candidate, Change, Checkpointing, Chosen, LoaderPlan, Precision
+from hfopt.schema import Candidate, Change, Chosen, LoaderPlan
 from hfopt.units import format_bytes, format_rate
 
 PRECISION_KEYS = ("fp16", "bf16", "tf32")
@@ -38,21 +38,6 @@ class Outcome:
     device: str
     eval_batch: tuple[int, str] | None = None  # the value and its reason
     learning_rate: tuple[float, str] | None = None
-
-
-def precision_of(args: Mapping[str, Any]) -> Precision:
-    """What the flags say; fp16 and bf16 win over tf32, as autocast does."""
-    for name in ("bf16", "fp16", "tf32"):
-        if args.get(name) is True:
-            return name
-    return "fp32"
-
-
-def checkpointing_of(args: Mapping[str, Any]) -> Checkpointing:
-    if args.get("gradient_checkpointing") is not True:
-        return Checkpointing()
-    options = args.get("gradient_checkpointing_kwargs") or {}
-    return Checkpointing(every_n_layers=int(options.get("every_n_layers", 1)), use_reentrant=bool(options.get("use_reentrant", False)))
 
 
 def changes(setting: Setting, outcome: Outcome) -> tuple[Change, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hfopt.config.step import checkpointing_of, precision_of
 from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
-from hfopt.search.changes import Outcome, Setting, changes, checkpointing_of, precision_of
+from hfopt.search.changes import Outcome, Setting, changes
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,

@@ -1,0 +1,31 @@
+"""Words of the command line that must be one of a few: a wrong one is answered with those there are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+from hfopt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hfopt.schema import Precision, Task
+
+
+def task_of(text: str | None) -> Task | None:
+    from hfopt.schema import Task
+
+    return _chosen(text, get_args(Task), "--task")  # type: ignore[no-any-return]
+
+
+def precision_of(text: str | None) -> Precision | None:
+    from hfopt.schema import Precision
+
+    return _chosen(text, get_args(Precision), "--precision")  # type: ignore[no-any-return]
+
+
+def _chosen(text: str | None, able: tuple[str, ...], option: str) -> Any:
+    if text is None:
+        return None
+    word = text.strip().lower().replace("-", "_")
+    if word in able:
+        return word
+    raise ConfigError(f"{option} {text} is not known", hint=f"one of: {', '.join(able)}")

@@ -1,0 +1,146 @@
+"""The memory of a job's step by batch size and checkpointing, held against the card: what `hfopt estimate` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hfopt.config.step import full_checkpointing, step_settings
+from hfopt.estimate.memory import MemoryCurve, estimate
+from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
+from hfopt.schema import (
+    BatchShape,
+    Checkpointing,
+    DataSpec,
+    Gpu,
+    MemoryPeak,
+    MemoryRow,
+    MemoryTable,
+    ModelSpec,
+    Precision,
+    StepSettings,
+    TrainJob,
+    Workload,
+)
+
+_TRAINER_BATCH = 8  # TrainingArguments' default
+_MOST_ROWS = 6  # per checkpointing, when no sizes are asked for
+
+
+def read_subject(config: str, request: Request) -> Subject:
+    """What a YAML says; a model folder, a config.json, a hub id or `file.py:factory` is a job with the Trainer's defaults."""
+    path = Path(config).expanduser()
+    if path.suffix.lower() in (".yaml", ".yml") or (path.is_file() and path.suffix != ".json"):
+        return from_file(path, request)
+    job = TrainJob(
+        path=None,
+        section=(),
+        trainer="Trainer",
+        args={},
+        model=ModelSpec(name=config),
+        data=DataSpec(),
+        per_device_batch=_TRAINER_BATCH,
+        accumulation=1,
+    )
+    job = asked(job, request)
+    return Subject(job=job, workload=workload_of(job), hardware=hardware_of(request))
+
+
+def memory_table(
+    subject: Subject, *, precision: Precision | None = None, batch_sizes: Sequence[int] = (), progress: Progress = lambda text: None
+) -> MemoryTable:
+    """Traces the step with and without checkpointing and prices the batch sizes."""
+    job, workload, gpu = subject.job, subject.workload, subject.hardware.smallest
+    settings = step_settings(job.args, capability=(gpu.capability if gpu else None) or (8, 0))
+    settings = replace(settings, precision=precision or settings.precision)
+    notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu)]
+    ways = [Checkpointing()]
+    if workload.checkpointable:
+        ways.append(full_checkpointing(job.args))
+    elif settings.checkpointing.on:
+        settings = replace(settings, checkpointing=Checkpointing())
+        notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
+    rows: list[MemoryRow] = []
+    largest: dict[bool, int | None] = {}
+    available = _available(gpu)
+    seconds = 0.0
+    for way in ways:
+        progress(f"tracing {workload.model_class} {'with' if way.on else 'without'} checkpointing …")
+        result = estimate(workload, replace(settings, checkpointing=way))
+        seconds += result.seconds
+        notes += [note for note in result.notes if note not in notes]
+        progress("replaying the allocator …")
+        largest[way.on] = result.curve.largest_batch(available) if available is not None else None
+        for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
+            is_asked = size == job.per_device_batch and way == settings.checkpointing
+            rows.append(_row(result.curve, size, way, available, is_asked=is_asked))
+    return MemoryTable(
+        model=workload.name,
+        model_class=workload.model_class,
+        parameters=workload.parameters,
+        trainable_parameters=workload.trainable_parameters,
+        device=gpu,
+        available_bytes=available,
+        settings=settings,
+        sample=_sample(workload.shape),
+        rows=tuple(rows),
+        largest=largest,
+        seconds=seconds,
+        notes=tuple(notes),
+    )
+
+
+def _row(curve: MemoryCurve, batch: int, checkpointing: Checkpointing, available: int | None, *, is_asked: bool) -> MemoryRow:
+    """On a card that is nearly full the allocator gives cached blocks back, so what fits is replayed within the card's limit."""
+    peak = curve.peak(batch)
+    if available is None:
+        return MemoryRow(peak=peak, checkpointing=checkpointing, fits=None, spare_bytes=None, asked=is_asked)
+    fits = curve.fits(batch, available)
+    if fits and peak.device_bytes > available:
+        peak = _within(peak, curve.replay(batch, capacity_bytes=available - peak.context_bytes).reserved_bytes)
+    return MemoryRow(peak=peak, checkpointing=checkpointing, fits=fits, spare_bytes=available - peak.device_bytes, asked=is_asked)
+
+
+def _within(peak: MemoryPeak, reserved_bytes: int) -> MemoryPeak:
+    given_back = peak.reserved_bytes - reserved_bytes
+    breakdown = peak.breakdown
+    if breakdown is not None:
+        breakdown = replace(breakdown, fragmentation_bytes=breakdown.fragmentation_bytes - given_back)
+    return replace(peak, reserved_bytes=reserved_bytes, breakdown=breakdown)
+
+
+def _available(gpu: Gpu | None) -> int | None:
+    """Free memory of a card that is here, all of one that was named."""
+    if gpu is None:
+        return None
+    return gpu.free_bytes if gpu.free_bytes is not None else gpu.usable_bytes or gpu.memory_bytes
+
+
+def _usual_sizes(configured: int, largest: int | None, *, has_card: bool) -> list[int]:
+    """The config's batch and powers of two around it, up to one that no longer fits."""
+    limit = (largest or 1) if has_card else max(64, 2 * configured)
+    powers = [1 << exponent for exponent in range(21) if 1 << exponent < limit]
+    next_power = 1 << len(powers) if 1 << len(powers) > limit else 2 << len(powers)
+    return sorted({configured, *powers[-_MOST_ROWS:], limit, *([next_power] if has_card else [])})
+
+
+def _remarks(workload: Workload, settings: StepSettings, gpu: Gpu | None) -> list[str]:
+    remarks = []
+    if gpu is not None and gpu.capability is not None and not gpu.supports(settings.precision):
+        remarks.append(f"{gpu.name} has no {settings.precision}: it needs compute capability 8.0")
+    if gpu is not None and gpu.capability is None:
+        remarks.append(f"{gpu.name}: its generation is unknown, an A100's kernels and context are assumed")
+    if workload.batch_dependent_loss:
+        remarks.append(f"trading batch for accumulation changes training: {workload.batch_dependent_loss}")
+    return remarks
+
+
+def _sample(shape: BatchShape) -> str | None:
+    if shape.kind == "image":
+        return f"{shape.height} × {shape.width} pixels"
+    if shape.audio_samples:
+        return f"{shape.audio_samples / 16_000:g} s of audio"
+    if shape.length and shape.target_length:
+        return f"{shape.length} → {shape.target_length} tokens"
+    return f"{shape.length} tokens" if shape.length else None
