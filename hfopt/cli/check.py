@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Say what is wrong or outdated in a config: all findings at once, with their lines. Exit code 1 if there are any."""
     from hfopt.config.edit import upgrade as upgraded
-    from hfopt.config.load import load_bytes, load_document
+    from hfopt.config.load import load_bytes
 
     if upgrade and as_json and output is None:
         raise ConfigError("--upgrade and --json both write to stdout", hint="add -o FILE for the upgraded config")
@@ -48,7 +48,7 @@ def check(
     if edited is None:
         raise typer.Exit(1 if _findings(loaded) else 0)
     write_out(edited.data, output)
-    raise typer.Exit(1 if _findings(load_document(edited.document, section=section, world_size=world_size)) else 0)
+    raise typer.Exit(1 if _findings_left(edited, section, world_size) else 0)
 
 
 def _read(config: str) -> tuple[bytes, str]:
@@ -64,6 +64,15 @@ def _read(config: str) -> tuple[bytes, str]:
 
 def _findings(loaded: Loaded) -> list[Problem]:
     return [problem for problem in loaded.problems if problem.severity != "note"]
+
+
+def _findings_left(edited: Edited, section: str | None, world_size: int) -> list[Problem]:
+    from hfopt.config.load import load_document
+
+    try:
+        return _findings(load_document(edited.document, section=section, world_size=world_size))
+    except ConfigError:  # every key there was is gone: nothing is left to find
+        return []
 
 
 def _tell(loaded: Loaded, edited: Edited | None) -> None:

@@ -61,7 +61,10 @@ class SectionReader:
         field = self._field(key)
         if field is not None:
             self._take(key, key, self._judge(key, key, value, field))
-        elif key in GONE and key not in self.dialect.still_takes:
+        elif key in self.dialect.still_takes:
+            message = f"{key} does nothing any more; {self.dialect.name} still takes it"
+            self._say(key, "removed_key", "note", message, "drop the line", (Operation(path=self.section.path, key=key, remove=True),))
+        elif key in GONE:
             self._read_gone(key, value, GONE[key])
         elif self.section.keys.get(ALIASES.get(key, "")) == key:
             self._read_alias(key, value)
@@ -81,9 +84,11 @@ class SectionReader:
     def _judge(self, key: str, written: str, value: Any, field: Field) -> Verdict:
         value = resolve(value, self.document.data)
         verdict = judge(key, value, field)
-        if verdict.code == "number_as_string" and self.dialect.number_text != "error":
-            message = f"{verdict.message}; {self.dialect.name} makes it one, HfArgumentParser does not"
-            verdict = replace(verdict, severity=self.dialect.number_text, message=message)
+        cost = self.dialect.text_costs.get(verdict.code or "")
+        if cost is not None and isinstance(value, str):
+            verdict = replace(
+                verdict, severity=cost, message=f"{verdict.message}; {self.dialect.name} converts it, HfArgumentParser does not"
+            )
         if verdict.code is not None:
             repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if verdict.repair else ()
             self._say(
@@ -107,39 +112,37 @@ class SectionReader:
             self._say(key, "alias", "note", f"{key} is read as {real}", None)
 
     def _read_gone(self, key: str, value: Any, gone: Gone) -> None:
-        new: Any
-        version = self.present.version
+        """A key of an older transformers: dropped, renamed, moved into a mapping, or left to the user."""
         target = gone.to if gone.to is not None and self._field(gone.to) is not None else None
-        if gone.inside is not None and target is not None and not self._already(target, key):
-            new = {gone.inside: value}
-            self.args[target] = new
-            repair = (Operation(path=self.section.path, key=key, rename_to=target, after=new),)
-            fix = f"{target}: {{{gone.inside}: {shown(key, value)}}}"
-            self._say(key, "renamed_key", "error", f"{key} is gone from transformers {version}: {gone.why}", fix, repair)
-            return
-        if gone.by_hand or gone.inside is not None or (gone.to is not None and target is None):
-            self._say(key, "removed_key", "error", f"{key} is gone from transformers {version}: {gone.why}", None)
-            return
         new = value if gone.values is None else gone.values.get(value) if isinstance(value, bool) else None
-        if target is None or new is None or self._already(target, key):
-            why = f"; {target} is set already" if target and new is not None else ""
-            repair = (Operation(path=self.section.path, key=key, remove=True),)
-            self._say(key, "removed_key", "error", f"{key} is gone from transformers {version}: {gone.why}{why}", "drop the line", repair)
-            return
-        if key == "warmup_ratio" and isinstance(new, int | float) and not isinstance(new, bool) and new >= 1:
-            self._say(
-                key, "removed_key", "error", f"{key} is gone from transformers {version} and {new} cannot be said in warmup_steps", None
-            )
-            return
+        taken = target is not None and self._already(target, key)
+        cannot_say = key == "warmup_ratio" and isinstance(new, int | float) and not isinstance(new, bool) and new >= 1
+        if gone.by_hand or (gone.to is not None and target is None) or (gone.inside is not None and taken) or cannot_say:
+            self._say_gone(key, gone, "removed_key", None)
+        elif target is None or new is None or taken:
+            drop = Operation(path=self.section.path, key=key, remove=True)
+            self._say_gone(key, gone, "removed_key", f"drop the line; {target} is set already" if taken else "drop the line", drop)
+        elif gone.inside is not None:
+            self.args[target] = {gone.inside: value}
+            move = Operation(path=self.section.path, key=key, rename_to=target, after={gone.inside: value})
+            self._say_gone(key, gone, "renamed_key", f"{target}: {{{gone.inside}: {shown(key, value)}}}", move)
+        else:
+            self._rename(key, value, new, target, gone)
+
+    def _rename(self, key: str, value: Any, new: Any, target: str, gone: Gone) -> None:
         field = self._field(target)
         assert field is not None
         verdict = judge(target, resolve(new, self.document.data), field)
         self._take(target, key, verdict)
+        if verdict.code is not None and not verdict.repair:
+            self._say(key, verdict.code, verdict.severity, verdict.message.replace(target, key, 1), verdict.fix)
         after = verdict.usable if verdict.repair else new
-        drop = (Operation(path=self.section.path, key=target, remove=True),) if target in self.values else ()
-        renamed = Operation(path=self.section.path, key=key, rename_to=target, after=after, keep_value=after is value)
-        message = f"{key} is gone from transformers {version}: {gone.why}"
-        self._say(key, "renamed_key", "error", message, f"{target}: {_brief(target, after)}", (*drop, renamed))
+        drop = [Operation(path=self.section.path, key=target, remove=True)] if target in self.values else []
+        rename = Operation(path=self.section.path, key=key, rename_to=target, after=after, keep_value=after is value)
+        self._say_gone(key, gone, "renamed_key", f"{target}: {_brief(target, after)}", *drop, rename)
+
+    def _say_gone(self, key: str, gone: Gone, code: str, fix: str | None, *repair: Operation) -> None:
+        self._say(key, code, "error", f"{key} is gone from transformers {self.present.version}: {gone.why}", fix, repair)
 
     def _already(self, target: str, key: str) -> bool:
         """The successor is set too. warmup_steps: 0 does not count: v4 took the ratio then."""

@@ -28,16 +28,16 @@ class Word:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dialect:
     name: str
-    number_text: Severity = "error"  # what number-like text costs: the tool may convert it itself
+    text_costs: Mapping[str, Severity] = field(default_factory=dict)  # by finding: text that the tool converts itself is no error
     still_takes: frozenset[str] = frozenset()  # keys gone from transformers that it keeps
     words: Mapping[str, Word] = field(default_factory=dict)
 
 
 PLAIN = Dialect(name="HfArgumentParser")
-TRL = Dialect(name="TrlParser", number_text="warning")
+TRL = Dialect(name="TrlParser", text_costs={"number_as_string": "warning", "bool_as_string": "warning"})
 LLAMA_FACTORY = Dialect(
     name="LLaMA-Factory",
-    number_text="note",
+    text_costs={"number_as_string": "note"},
     still_takes=frozenset({"overwrite_output_dir"}),
     words={
         "gradient_checkpointing": Word(key="disable_gradient_checkpointing", values={True: False, False: True}),

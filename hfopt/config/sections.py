@@ -39,6 +39,7 @@ _NOT_SECTIONS = frozenset(
         *("liger_kernel_config", "parallelism_config", "quantization_config", "bnb_config"),
     }
 )
+_MAX_DEPTH, _MAX_ITEMS = 6, 200  # deeper, or further down a list, nobody keeps arguments
 _DEFAULT_NAMES = frozenset({"default", "defaults"})
 
 
@@ -102,7 +103,7 @@ def find(document: Document, present: Installed, section: str | None) -> Layout:
 
 
 def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
-    for path, value in _mappings(document.data, (), 0):
+    for path, value in _mappings(document.data, (), _NOT_SECTIONS | real):
         node = document.node(path)
         if node is not None and node.kind == "mapping":
             keys = {name: name for name in value if isinstance(name, str) and name in real}
@@ -113,18 +114,19 @@ def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
                 yield Section(path=path, node=node, keys=keys, score=_score(path, keys))
 
 
-def _mappings(value: Any, path: NodePath, depth: int) -> Iterator[tuple[NodePath, dict[Any, Any]]]:
-    if depth > 6:
+def _mappings(value: Any, path: NodePath, closed: frozenset[str]) -> Iterator[tuple[NodePath, dict[Any, Any]]]:
+    """Every mapping down to a sensible depth, but not inside the value of an argument."""
+    if len(path) > _MAX_DEPTH:
         return
     if isinstance(value, dict):
         yield path, value
         for key, inner in value.items():
-            if isinstance(key, str) and key not in _NOT_SECTIONS:
-                yield from _mappings(inner, (*path, key), depth + 1)
+            if isinstance(key, str) and key not in closed:
+                yield from _mappings(inner, (*path, key), closed)
     elif isinstance(value, list):
-        for position, inner in enumerate(value[:200]):
+        for position, inner in enumerate(value[:_MAX_ITEMS]):
             if isinstance(inner, dict):
-                yield from _mappings(inner, (*path, str(position)), depth + 1)
+                yield from _mappings(inner, (*path, str(position)), closed)
 
 
 def _score(path: NodePath, keys: Mapping[str, str]) -> int:

@@ -35,6 +35,15 @@ class Verdict:
 
 
 def judge(key: str, value: Any, field: Field) -> Verdict:
+    """The verdict on the value, and on what a repair would make of it."""
+    verdict = _judge(key, value, field)
+    if verdict.repair:
+        repaired = _judge(key, verdict.usable, field)
+        return verdict if repaired.code is None else repaired
+    return verdict
+
+
+def _judge(key: str, value: Any, field: Field) -> Verdict:
     kinds = field.kinds | ALSO_TAKES.get(key, frozenset())
     if value is None:
         return _judge_null(key, kinds)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
-from hfopt.config.edit import Edited, edit
+from hfopt.config.edit import Edited, edit, upgrade
 from hfopt.config.load import load_bytes
+from hfopt.errors import ConfigError
 from hfopt.schema import Change
 
 BATCH = "per_device_train_batch_size"
@@ -65,3 +68,80 @@ def test_a_merged_value_is_overridden_in_its_section() -> None:
 def test_a_comment_that_states_the_old_value_is_told() -> None:
     done = edited(f"{BATCH}: 8  # 8 fits on a T4\nseed: 1  # 42\n", **{BATCH: 16, "seed": 2})
     assert [(stale.key, stale.place.line) for stale in done.stale_comments] == [(BATCH, 1)]
+
+
+def test_a_section_that_is_an_alias_gets_keys_of_its_own() -> None:
+    source = f"base: &base\n    {BATCH}: 8\n    learning_rate: 0.1\ntraining: *base\n"
+    after = text_of(source, **{BATCH: 4, "bf16": True})
+    assert after == source.replace("training: *base", f"training:\n    <<: *base\n    {BATCH}: 4\n    bf16: true")
+
+
+def test_sections_that_merge_a_changed_one_keep_their_value() -> None:
+    source = f"training: &t\n  {BATCH}: 8\n  learning_rate: 0.1\nother:\n  <<: *t\n  run: x\nthird: *t\n"
+    before, after = yaml.safe_load(source), yaml.safe_load(text_of(source, **{BATCH: 4}))
+    assert after["training"] == before["training"] | {BATCH: 4}
+    assert (after["other"], after["third"]) == (before["other"], before["third"])
+
+
+def test_what_cannot_be_kept_apart_is_refused() -> None:
+    source = f"training: &t\n  {BATCH}: 8\n  learning_rate: 0.1\nother:\n  <<: *t\n"
+    with pytest.raises(ConfigError, match="nothing was changed"):
+        edited(source, bf16=True)
+
+
+def test_an_upgrade_is_made_where_the_key_is_written() -> None:
+    source = f"base: &base\n  evaluation_strategy: steps  # often\na:\n  <<: *base\n  {BATCH}: 1\nb:\n  <<: *base\n  {BATCH}: 2\n"
+    assert upgrade(load_bytes(source.encode(), "c.yaml")).data.decode() == source.replace("evaluation_strategy", "eval_strategy")
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        (f'"{BATCH}": 8\n"a": "x"\n"b": "y"\n', {"optim": "sgd"}, f'"{BATCH}": 8\n"a": "x"\n"b": "y"\n"optim": "sgd"\n'),
+        (f"{BATCH}: 8\nfp16: True\n", {"tf32": True}, f"{BATCH}: 8\nfp16: True\ntf32: True\n"),
+        (
+            f"{BATCH}:   8\nfp16:                          true\nseed:                          1\n",
+            {"bf16": False},
+            f"{BATCH}:   8\nfp16:                          true\nbf16:                          false\nseed:                          1\n",
+        ),
+        (f"t:\n    {BATCH}: 8\n", {"lr_scheduler_kwargs": {"a": 1}}, f"t:\n    {BATCH}: 8\n    lr_scheduler_kwargs:\n        a: 1\n"),
+        (
+            f'{{\n  "{BATCH}": 8,\n  "seed": 1\n}}',
+            {"bf16": True, "optim": "sgd"},
+            f'{{\n  "{BATCH}": 8,\n  "bf16": true,\n  "seed": 1,\n  "optim": "sgd"\n}}',
+        ),
+        (f"{{\n  {BATCH}: 8, # x\n  seed: 1 # y\n}}\n", {"optim": "sgd"}, f"{{\n  {BATCH}: 8, # x\n  seed: 1, # y\n  optim: sgd\n}}\n"),
+        (f"{BATCH}: 8\rseed: 1\r", {"bf16": True}, f"{BATCH}: 8\rbf16: true\rseed: 1\r"),
+        (f"? {BATCH}\n: 8\n", {"bf16": True}, f"? {BATCH}\n: 8\nbf16: true\n"),
+        (f"{BATCH}: 8\nreport_to:\n- wandb\n- none\nseed: 1\n", {"report_to": "none"}, f"{BATCH}: 8\nreport_to: none\nseed: 1\n"),
+        (f"{BATCH}: 8\nseed: 1\nseed: 2 # last\n", {"seed": 3}, f"{BATCH}: 8\nseed: 1\nseed: 3 # last\n"),
+        (f"{BATCH}: !!int '8'\n", {BATCH: 4}, f"{BATCH}: 4\n"),
+        (f"{BATCH}: 8\nrun_name: |-\n  a\n  b\n\n# c\nseed: 1\n", {"run_name": "x"}, f"{BATCH}: 8\nrun_name: x\n\n# c\nseed: 1\n"),
+    ],
+)
+def test_the_files_own_habits_are_kept(before: str, values: dict[str, object], after: str) -> None:
+    assert text_of(before, **values) == after
+
+
+def test_llama_factory_is_written_in_its_own_words() -> None:
+    source = f"{BATCH}: 8\nfinetuning_type: full\n"
+    assert text_of(source, gradient_checkpointing=False) == f"{source}disable_gradient_checkpointing: true\n"
+    assert text_of(source, use_liger_kernel=True) == f"{source}enable_liger_kernel: true\n"
+
+
+@pytest.mark.slow
+def test_hf_argument_parser_accepts_what_comes_out(tmp_path: Path) -> None:
+    from transformers import HfArgumentParser, TrainingArguments
+
+    source = (
+        "model_name_or_path: x\noutput_dir: out\nevaluation_strategy: no\nlearning_rate: 5e-5\n"
+        "warmup_ratio: 0.1\noverwrite_output_dir: yes\n"
+        f"group_by_length: true\noptim: adamw_hf\nlogging_dir: logs\nuse_cpu: true\nreport_to: none\n{BATCH}: '8'\n"
+    )
+    first = upgrade(load_bytes(source.encode(), "c.yaml"))
+    changes = [Change(key=key, before=None, after=value, reason="") for key, value in {BATCH: 4, "gradient_accumulation_steps": 2}.items()]
+    path = tmp_path / "c.yaml"
+    path.write_bytes(edit(load_bytes(first.data, "c.yaml"), changes).data)
+    (arguments,) = HfArgumentParser(TrainingArguments).parse_yaml_file(str(path), allow_extra_keys=True)
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 2)
+    assert (arguments.learning_rate, arguments.get_warmup_steps(1000), arguments.eval_strategy.value) == (5e-5, 100, "no")

@@ -95,3 +95,25 @@ def test_an_interpolation_into_the_same_file_is_followed() -> None:
 def test_a_missing_file_is_one_clear_message(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load(tmp_path / "nowhere.yaml")
+
+
+def test_kept_keys_are_marked_by_comments() -> None:
+    job = job_of(
+        "per_device_train_batch_size: 4  # hfopt: keep\n# hfopt: keep\noptim: sgd\nbf16: true # keep\n"
+        "lr: 0.1\n# hfopt: keep lr, max_steps\nmax_steps: 3\n"
+    )
+    assert job.kept == {"per_device_train_batch_size", "optim", "learning_rate", "max_steps"}
+
+
+def test_an_anchor_shared_by_profiles_is_reported_once_and_where_it_stands() -> None:
+    loaded = read(
+        "base: &base\n  evaluation_strategy: steps\n"
+        "a:\n  <<: *base\n  per_device_train_batch_size: 1\nb:\n  <<: *base\n  per_device_train_batch_size: 2\n"
+    )
+    assert [problem.place.line for problem in loaded.problems if problem.code == "renamed_key" and problem.place] == [2]
+
+
+def test_two_thousand_keys_are_no_burden() -> None:
+    extra = "".join(f"some_unknown_key_{number}: {number}\n" for number in range(2000))
+    loaded = read("per_device_train_batch_size: 4\nlearning_rate: 0.1\n" + extra)
+    assert loaded.problems == () and loaded.job is not None
