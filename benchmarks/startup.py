@@ -46,7 +46,7 @@ def config_of_200_lines() -> str:
 
 
 def commands(config: Path) -> dict[str, list[str]]:
-    hfopt = [sys.executable, "-m", "hfopt"]
+    hfopt = [sys.executable, "-c", "from hfopt.cli import main; main()"]  # as the console script does
     return {
         "bare": [sys.executable, "-c", BARE],
         "hfopt --help": [*hfopt, "--help"],

@@ -46,8 +46,9 @@ def application(arguments: Sequence[str]) -> typer.Typer:
         name="hfopt",
         help="Find the HuggingFace Trainer settings that train the same model fastest without running out of memory.",
         no_args_is_help=True,
+        rich_markup_mode=None,  # plain help: loading rich's renderer would double the time it takes
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:

@@ -29,7 +29,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = 1,
 ) -> None:
-    """Say what is wrong or outdated in a config: all findings at once, with their lines. Exit code 1 if there are any."""
+    """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything."""
     from hfopt.config.edit import upgrade as upgraded
     from hfopt.config.load import load_bytes
 

@@ -28,7 +28,7 @@ def compare(
     allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Plan the same job for several cards: which fits, how fast, and what the run costs where prices are given."""
+    """Plan the same job for several cards. Says which fits, how fast, and what the run costs where prices are given."""
     from hfopt.planner import Request
     from hfopt.planner.compare import compare_cards
 

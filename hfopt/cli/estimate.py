@@ -30,7 +30,7 @@ def estimate(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Predict the GPU memory of a training step without a GPU: by batch size, with and without gradient checkpointing."""
+    """Predict the GPU memory of a training step, with no GPU. By batch size, with and without gradient checkpointing."""
     sizes, asked_precision, asked_task = _sizes(batch_sizes), precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
         from hfopt.planner.memory_table import memory_table, read_subject

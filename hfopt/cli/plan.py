@@ -41,7 +41,7 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
 ) -> None:
-    """Return the same config with the settings that train the same model fastest without running out of memory."""
+    """Return the same config with the fastest settings that fit. The model and what it learns stay the same."""
     if json_file == Path("-") and output is None:
         raise ConfigError("--json - and the YAML both go to stdout", hint="add -o FILE for the YAML")
     options: dict[str, Any] = {

@@ -25,7 +25,7 @@ def rehearse(
     timeout: float = typer.Option(600.0, "--timeout", min=1.0, help="Seconds after which the script is ended."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
-    """Run a training script unmodified on a virtual GPU: does it start, does it fit, where does it peak?
+    """Run a training script unmodified on a virtual GPU. Does it start, does it fit, where does it peak?
 
     Memory is counted by PyTorch's own CUDA allocator; kernels compute nothing, so losses and times shown by the script mean nothing.
     Nothing the Trainer writes reaches your folders. Exit code: 0 it fits, 1 the card lacks something it asks for, 3 out of memory,
