@@ -25,7 +25,7 @@ def run(
         Path | None, typer.Option("--config", help="The YAML to keep re-planned settings beside; by default the command's own .yaml.")
     ] = None,
 ) -> None:
-    """Run a training script unchanged; when memory runs out it goes on in smaller pieces at the same effective batch.
+    """Run a training script unchanged; it survives out-of-memory. It goes on in smaller pieces at the same effective batch.
 
     Every Trainer the script makes is protected (see hfopt.protect). When a process cannot go on by itself, all ranks are ended and the
     command runs again from its last checkpoint. Signals, standard input and the exit code pass through.
