@@ -6,8 +6,11 @@ trl 1.16.0 (scripts/utils.py: TrlParser makes the YAML's values argparse default
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hfopt.config.facts import Facts
@@ -57,11 +60,23 @@ def dialect_of(facts: Facts, trainer: str) -> Dialect:
     return TRL if trainer in ("SFT", "DPO", "GRPO", "Reward", "KTO") else PLAIN
 
 
-def implied(dialect: Dialect, facts: Facts) -> dict[str, Any]:
-    """Arguments in force that the file need not name: LLaMA-Factory checkpoints unless it is told not to."""
-    if dialect is not LLAMA_FACTORY:
-        return {}
-    args: dict[str, Any] = {"gradient_checkpointing": not facts.true("disable_gradient_checkpointing")}
-    if args["gradient_checkpointing"]:
-        args["gradient_checkpointing_kwargs"] = {"use_reentrant": not facts.false("use_reentrant_gc")}
-    return args
+def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments in force that the file need not name."""
+    if dialect is LLAMA_FACTORY:  # it checkpoints unless it is told not to
+        if facts.true("disable_gradient_checkpointing"):
+            return {"gradient_checkpointing": False}
+        return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
+    return _trl_defaults(fp16=args.get("fp16") is True) if dialect is TRL else {}
+
+
+def _trl_defaults(*, fp16: bool) -> dict[str, Any]:
+    """What the installed TRL sets otherwise than TrainingArguments, from its source; without TRL here nothing is known."""
+    spec = find_spec("trl")
+    folder = Path(spec.origin).parent / "trainer" if spec is not None and spec.origin is not None else None
+    sources = [path.read_text(encoding="utf-8") for name in ("base", "sft") if folder and (path := folder / f"{name}_config.py").is_file()]
+    defaults: dict[str, Any] = {}
+    if any(re.search(r"gradient_checkpointing: bool = field\(\s*default=True", source) for source in sources):
+        defaults["gradient_checkpointing"] = True
+    if not fp16 and any("self.bf16 = not (self.fp16)" in source for source in sources):
+        defaults["bf16"] = True
+    return defaults

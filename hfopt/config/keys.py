@@ -168,8 +168,18 @@ def kin(key: str) -> tuple[str, ...]:
 
 
 @cache
+def _known_keys() -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads(files("hfopt.config").joinpath("known_keys.toml").read_text(encoding="utf-8"))
+    return table
+
+
+@cache
 def known_elsewhere() -> frozenset[str]:
     """Keys of other argument classes that share a file with TrainingArguments."""
-    tables = tomllib.loads(files("hfopt.config").joinpath("known_keys.toml").read_text(encoding="utf-8"))
-    groups = [group for table in tables.values() for group in ([table] if "keys" in table else table.values())]
+    groups = [group for table in _known_keys().values() for group in ([table] if "keys" in table else table.values())]
     return frozenset(key for group in groups for key in group["keys"])
+
+
+def trl_keys(trainer: str) -> frozenset[str]:
+    """The keys that TRL's config of this trainer adds to TrainingArguments."""
+    return frozenset(_known_keys()["trl"].get(trainer, {"keys": ()})["keys"])

@@ -17,12 +17,13 @@ from hfopt.config.combined import check_together
 from hfopt.config.data_facts import read_data
 from hfopt.config.dialects import Dialect, Word, dialect_of, implied
 from hfopt.config.document import Document, NodePath
-from hfopt.config.facts import Facts
+from hfopt.config.facts import Facts, whole_number
 from hfopt.config.foreign import tool_of
 from hfopt.config.installed import Installed, installed
-from hfopt.config.keys import ACCUMULATION, BATCH, GONE
+from hfopt.config.keys import ACCUMULATION, BATCH, GONE, trl_keys
 from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
+from hfopt.config.secrets import is_secret
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
 from hfopt.schema import Problem, TrainJob
@@ -100,7 +101,7 @@ class _Reading:
             homes = {**self._words(dialect, self.layout.main), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
-                job = self._job({**implied(dialect, self.facts), **args}, trainer, homes)
+                job = self._job({**implied(dialect, self.facts, args), **self._trl_args(trainer), **args}, trainer, homes)
         problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file())
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(
@@ -112,6 +113,12 @@ class _Reading:
             homes=homes,
             found=tuple(found),
         )
+
+    def _trl_args(self, trainer: str) -> dict[str, Any]:
+        """The keys of TRL's own config: arguments of the trainer too, though not of TrainingArguments."""
+        said = {key: self.facts.get(key) for key in trl_keys(trainer) if self.facts.has(key)}
+        plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
+        return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
 
     def _words(self, dialect: Dialect, main: Section) -> dict[str, Home]:
         """Where the tool looks for arguments that it calls otherwise, set in the file or not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hfopt.config.load import load_bytes
@@ -154,3 +156,23 @@ def test_llama_factory_checkpoints_unless_told_not_to() -> None:
 )
 def test_attention(text: str, attention: str | None) -> None:
     assert job(text).model.attn_implementation == attention
+
+
+def test_keys_of_the_trainers_own_config_are_arguments_too() -> None:
+    args = job("num_generations: '8'\nmax_prompt_length: 10\nbeta: 0.0\n").args
+    assert (args["num_generations"], args["max_prompt_length"], args["beta"]) == (8, 10, 0.0)
+
+
+def test_what_an_installed_trl_sets_by_itself_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trl" / "trainer").mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").touch()
+    (tmp_path / "trl" / "trainer" / "base_config.py").write_text(
+        "class _BaseConfig:\n    gradient_checkpointing: bool = field(\n        default=True,\n    )\n"
+        "    def __post_init__(self):\n        self.bf16 = not (self.fp16) if self.bf16 is None else self.bf16\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    args = job("packing: true").args
+    assert args["gradient_checkpointing"] is True and args["bf16"] is True
+    args = job("packing: true\nfp16: true\ngradient_checkpointing: false").args
+    assert args["gradient_checkpointing"] is False and "bf16" not in args
+    assert "gradient_checkpointing" not in job("seed: 1").args
