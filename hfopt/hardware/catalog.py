@@ -108,8 +108,11 @@ def identify(product_name: str, memory_bytes: int) -> Gpu | None:
 
 def reckon(gpu: Gpu, *, cores: int | None, clock_mhz: float | None) -> Gpu:
     """A card that is not in the catalog, with SMs and peaks reckoned from its cores and clock at its architecture's lowest known rates."""
-    kin = [one for one in table()["architectures"].values() if tuple(one["capability"]) == gpu.capability]
-    if not kin or not cores or not clock_mhz:
+    if gpu.capability is None or not cores or not clock_mhz:
+        return gpu
+    family = [one for one in table()["architectures"].values() if one["capability"][0] == gpu.capability[0]]
+    kin = [one for one in family if tuple(one["capability"]) == gpu.capability] or family
+    if not kin:
         return gpu
     rates = {precision: min(one["flops_per_sm_clock"][precision] for one in kin) for precision in kin[0]["flops_per_sm_clock"]}
     sms = cores * 2 // rates["fp32"]

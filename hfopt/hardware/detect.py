@@ -97,8 +97,15 @@ def _nvidia_gpus(session: nvml.Session, environment: Mapping[str, str]) -> tuple
             if gpu is None:
                 continue
             found[part.uuid] = gpu
-            speed = gpu.peak_flops.get("fp32", 0.0)
-            listed.append(Listed(uuid=part.uuid, speed=speed, mig=part.parent is not None, split=device.mig_enabled and part is device))
+            listed.append(
+                Listed(
+                    uuid=part.uuid,
+                    speed=gpu.peak_flops.get("fp32", 0.0),
+                    mig=gpu.mig,
+                    legacy_uuid=part.legacy_mig_uuid,
+                    split=device.mig_enabled and part is device,
+                )
+            )
     if missing := session.count - sum(not one.mig for one in listed):
         notes.append(f"{missing} of the driver's {session.count} cards do not answer (fallen off the bus?) and are left out")
     shown = visible(listed, environment)
@@ -131,6 +138,7 @@ def _gpu(device: nvml.Device) -> Gpu | None:
         pcie_bytes_per_s=_pcie_bytes_per_s(chip),
         uuid=device.uuid,
         index=device.index,
+        mig=device.parent is not None,
     )
     if known is None:
         return catalog.reckon(gpu, cores=device.cores, clock_mhz=device.max_sm_clock_mhz)
@@ -166,7 +174,6 @@ def _instance(gpu: Gpu, device: nvml.Device, known: Gpu) -> Gpu:
     share = device.instance_sms / known.sms if device.instance_sms and known.sms else memory_share
     return replace(
         gpu,
-        mig=True,
         sms=device.instance_sms,
         peak_flops={precision: peak * share for precision, peak in known.peak_flops.items()},
         bandwidth_bytes_per_s=(known.bandwidth_bytes_per_s or 0.0) * memory_share or None,

@@ -147,6 +147,14 @@ class Device:
         return attributes.multiprocessorCount if attributes else None
 
     @cached_property
+    def legacy_mig_uuid(self) -> str | None:
+        """The name of a MIG instance before driver 470, which CUDA_VISIBLE_DEVICES still takes."""
+        if self.parent is None:
+            return None
+        ids = (self.ask("nvmlDeviceGetGpuInstanceId"), self.ask("nvmlDeviceGetComputeInstanceId"))
+        return None if None in ids else f"MIG-{self.parent.uuid}/{ids[0]}/{ids[1]}"
+
+    @cached_property
     def max_sm_clock_mhz(self) -> float | None:
         return _number((self.parent or self).ask("nvmlDeviceGetMaxClockInfo", 1))  # NVML_CLOCK_SM
 

@@ -82,6 +82,21 @@ def test_a_mig_instance_has_its_share(driver: NvmlStandin, monkeypatch: pytest.M
     assert gpu.bandwidth_bytes_per_s / whole.bandwidth_bytes_per_s == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_mig_instance_goes_by_its_older_name_too(driver: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver.card(0, name="NVIDIA A100-SXM4-40GB", capability=80, total_mib=40960, mig=1)
+    driver.instance(0, 0, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", sms=14, total_mib=4864, gpu_instance=7, compute_instance=0)
+    driver.instance(0, 1, name="NVIDIA A100-SXM4-40GB MIG 3g.20gb", sms=42, total_mib=19968, gpu_instance=2, compute_instance=0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"MIG-{driver.uuid(0)}/2/0")
+    assert [gpu.sms for gpu in detect().gpus] == [42]
+
+
+def test_a_mig_instance_of_a_card_outside_the_catalog_is_still_one(driver: NvmlStandin) -> None:
+    driver.card(0, name="NVIDIA A100-SXM-64GB", capability=80, total_mib=65536, mig=1)
+    driver.instance(0, 0, name="NVIDIA A100-SXM-64GB MIG 1g.8gb", sms=14, total_mib=7936)
+    (gpu,) = detect().gpus
+    assert gpu.mig and gpu.catalog_name is None and gpu.memory_bytes == 7936 * MIB
+
+
 def test_a_mig_instance_that_does_not_tell_its_sms_is_priced_by_memory(driver: NvmlStandin) -> None:
     driver.card(0, name="NVIDIA A100-SXM4-40GB", capability=80, total_mib=40960, mig=1)
     driver.instance(0, 0, name="NVIDIA A100-SXM4-40GB MIG 2g.10gb", total_mib=10240)
@@ -144,6 +159,13 @@ def test_a_card_outside_the_catalog_is_reckoned(driver: NvmlStandin) -> None:
     assert gpu.peak_flops == pytest.approx(known.peak_flops)
     assert gpu.bandwidth_bytes_per_s == pytest.approx(known.bandwidth_bytes_per_s, rel=0.01)
     assert any("not in the catalog" in note for note in detect().notes)
+
+
+def test_a_card_of_a_known_family_is_reckoned_at_its_lowest_rates(driver: NvmlStandin) -> None:
+    driver.card(0, name="NVIDIA GB10", capability=121, cores=6144, max_sm_mhz=2400, total_mib=None)
+    (gpu,) = detect().gpus
+    assert gpu.sms == 48
+    assert gpu.peak_flops["bf16"] == pytest.approx(48 * 512 * 2.4e9)
 
 
 def test_a_card_of_an_unknown_generation_is_planned_by_memory(driver: NvmlStandin) -> None:

@@ -251,6 +251,9 @@ API int nvmlDeviceGetMigDeviceHandleByIndex(handle *d, unsigned index, handle **
     *instance = &handles[d->card][index + 1];
     return device_text(*instance, "uuid", text, sizeof text) ? SUCCESS : NOT_FOUND;
 }
+API int nvmlDeviceGetGpuInstanceId(handle *d, unsigned *id) { return answer_unsigned(d, "gpu_instance", id); }
+API int nvmlDeviceGetComputeInstanceId(handle *d, unsigned *id) { return answer_unsigned(d, "compute_instance", id); }
+
 typedef struct { unsigned sms, copy, decoders, encoders, jpeg, ofa, gpu_slices, compute_slices; unsigned long long memory_mb; } attributes;
 API int nvmlDeviceGetAttributes_v2(handle *d, attributes *found)
 {
