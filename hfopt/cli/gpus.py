@@ -13,10 +13,10 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
 def _complete(incomplete: str) -> list[str]:
-    from hfopt.hardware import catalog
     from hfopt.hardware.names import shorthand
+    from hfopt.hardware.table import entries
 
-    return [name for entry in catalog.entries() if (name := shorthand(entry.name)).startswith(incomplete.lower())]
+    return [name for entry in entries() if (name := shorthand(entry.name)).startswith(incomplete.lower())]
 
 
 def gpus(
@@ -37,9 +37,10 @@ def gpus(
       hfopt gpus a100                         all that go by that name
       hfopt gpus rtx 4060 laptop --json       for a program
     """
-    from hfopt.hardware import catalog
+    from hfopt.hardware.catalog import matching
+    from hfopt.hardware.table import entries
 
-    found = [entry.figures for entry in (catalog.matching(" ".join(name)) if name else catalog.entries())]
+    found = [entry.figures for entry in (matching(" ".join(name)) if name else entries())]
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     elif name and len(found) == 1:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog, nvml
 from hfopt.hardware.host import host
+from hfopt.hardware.table import PCIE_BYTES_PER_S_PER_LANE
 from hfopt.hardware.vendors import amd_gpus, apple_gpus
 from hfopt.hardware.visible import Listed, visible
 from hfopt.schema import Gpu, Hardware
@@ -185,7 +186,7 @@ def _pcie_bytes_per_s(device: nvml.Device) -> float | None:
     if device.pcie is None:
         return None
     generation, lanes = device.pcie
-    per_lane = catalog.PCIE_BYTES_PER_S_PER_LANE.get(generation)
+    per_lane = PCIE_BYTES_PER_S_PER_LANE.get(generation)
     return per_lane * lanes if per_lane else None
 
 
