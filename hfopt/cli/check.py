@@ -87,11 +87,11 @@ def _tell(loaded: Loaded, edited: Edited | None) -> None:
     for stale in edited.stale_comments if edited is not None else ():
         where = f"{stale.place.path}:{stale.place.line}:{stale.place.column}"
         console.print(Text(f"{where}: the comment still states the old value {stale.old_value}: {stale.comment}"))
-    for line in _summary(loaded):
+    for line in _summary(loaded, upgraded=edited is not None):
         console.print(Text(line))
 
 
-def _summary(loaded: Loaded) -> list[str]:
+def _summary(loaded: Loaded, *, upgraded: bool) -> list[str]:
     lines = []
     if loaded.job is not None:
         job = loaded.job
@@ -108,8 +108,9 @@ def _summary(loaded: Loaded) -> list[str]:
     if not findings:
         return [*lines, "no findings"]
     repaired = len(_repairable(loaded).intersection(findings))
+    how = f"{repaired} repaired" if upgraded else f"`hfopt check --upgrade` repairs {repaired}"
     by_hand = f", {len(findings) - repaired} by hand" if len(findings) > repaired else ""
-    return [*lines, f"{len(findings)} finding{'s' if len(findings) > 1 else ''}: {repaired} repaired by `hfopt check --upgrade`{by_hand}"]
+    return [*lines, f"{len(findings)} finding{'s' if len(findings) > 1 else ''}: {how}{by_hand}"]
 
 
 def _repairable(loaded: Loaded) -> set[Problem]:

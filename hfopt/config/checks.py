@@ -11,14 +11,17 @@ from typing import Any
 from hfopt.config.dialects import Dialect
 from hfopt.config.document import Document, Entry
 from hfopt.config.installed import Field, Installed
-from hfopt.config.keys import ALIASES, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
+from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
 from hfopt.config.operations import Operation
-from hfopt.config.secrets import is_secret, shown
+from hfopt.config.render import render
+from hfopt.config.secrets import HIDDEN, is_secret, shown
 from hfopt.config.sections import Section
 from hfopt.config.values import Severity, Verdict, judge
 from hfopt.schema import Problem
 
 _EXACT_SECTIONS = frozenset(["training_args", "trainingarguments", "training_arguments", "trainer_args", "seq2seqtrainingarguments"])
+
+_FOREIGN_VALUE = frozenset({"wrong_type", "unknown_value", "removed_value", "unresolved", "none_as_string"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +105,13 @@ class SectionReader:
         return verdict
 
     def _read_alias(self, key: str, value: Any) -> None:
+        """A script's own name for an argument. Its values may be the script's own too (`optimizer: AdamW`): those are none of ours."""
         real = ALIASES[key]
         field = self._field(real)
         if field is None:
+            return
+        foreign = judge(real, resolve(value, self.document.data), field).code in _FOREIGN_VALUE
+        if foreign and real not in (BATCH, ACCUMULATION):
             return
         verdict = self._judge(real, key, value, field)
         self._take(real, key, verdict)
@@ -210,4 +217,4 @@ def _pairs(text: str) -> frozenset[str]:
 
 
 def _brief(key: str, value: Any) -> str:
-    return shown(key, value).strip("'")
+    return HIDDEN if is_secret(key, value) else render(value)

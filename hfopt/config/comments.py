@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hfopt.config.document import Document, Entry
+from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH
 from hfopt.config.operations import Operation
 from hfopt.schema import Place
-
-_COMMENT = re.compile(r"[ \t]*,?[ \t]+(#[^\r\n]*)|^[ \t]*(#[^\r\n]*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,25 +39,42 @@ def _stale(document: Document, operation: Operation) -> Iterator[StaleComment]:
     entry = node.find(operation.key) if node is not None else None
     if entry is None or operation.keep_value or entry.value.node.kind != "scalar":
         return
-    old = document.text[entry.value.start : entry.value.end].strip("'\"")
-    for offset, comment in _comments_of(document.text, entry):
-        if old and re.search(rf"(?<![\w.]){re.escape(old)}(?!\w|\.\d)", comment):
+    old = str(document.value(operation.path)[operation.key])
+    for offset, comment in _comments_about(document, entry):
+        if re.search(rf"(?<![\w.]){re.escape(old)}(?!\w|\.\d)", comment):
             yield StaleComment(key=operation.key, place=document.place(offset), comment=comment, old_value=old)
 
 
-def _comments_of(text: str, entry: Entry) -> Iterator[tuple[int, str]]:
+def _comments_about(document: Document, entry: Entry) -> Iterator[tuple[int, str]]:
+    """The comment on the entry's line, those above that name its key, and sums about the batch wherever they stand."""
+    text = document.text
     comment = comment_after(text, entry.value.end)
     if comment is not None:
         yield text.index(comment, entry.value.end), comment
-    line_start = max(text.rfind("\n", 0, entry.key_start), text.rfind("\r", 0, entry.key_start)) + 1
-    above = text[:line_start].splitlines(keepends=True)
-    offset = line_start
-    for line in reversed(above):
-        offset -= len(line)
-        if not line.lstrip().startswith("#"):
-            break
-        if _names(line, entry.key):
-            yield offset + line.index("#"), line.strip()
+    own_line = document.place(entry.key_start).line
+    above = own_line
+    for number, offset, words in reversed(list(line_comments(document))):
+        above = number if number == above - 1 else above
+        if (number == above and number < own_line and _names(words, entry.key)) or (_is_about_batch(entry.key) and _is_batch_sum(words)):
+            yield offset, words
+
+
+def line_comments(document: Document) -> Iterator[tuple[int, int, str]]:
+    """Comments on lines of their own: line, offset of the #, words. Text inside a scalar that looks like one is none."""
+    inside = [(node.start, node.end) for node in document.nodes() if node.kind == "scalar"]
+    for number, start in enumerate(document.line_starts, start=1):
+        match = re.compile(r"[ \t\ufeff]*(#[^\r\n]*)").match(document.text, start)
+        if match is not None and not any(first < match.start(1) < last for first, last in inside):
+            yield number, match.start(1), match[1].rstrip()
+
+
+def _is_about_batch(key: str) -> bool:
+    return ALIASES.get(key, key) in (BATCH, ACCUMULATION)
+
+
+def _is_batch_sum(comment: str) -> bool:
+    """`effective batch = 8 * 4 = 32`, `global batchsize = (8 // 2) * 8`, `32 = 8 x 4 accumulation`."""
+    return re.search(r"batch|accum", comment, re.IGNORECASE) is not None and re.search(r"\d\s*[*×x=/]|[*×=]\s*\d", comment) is not None
 
 
 def _names(comment: str, key: str) -> bool:

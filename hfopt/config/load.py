@@ -95,7 +95,7 @@ class _Reading:
             found.extend(read.found)
             if section not in self.layout.rivals:
                 args = {**read.args, **args}
-                homes = {**self._homes(section), **homes}
+                homes = {**self._homes(section, read.args), **homes}
         job = None
         if self.layout.main is not None:
             homes = {**self._words(dialect, self.layout.main), **homes}
@@ -128,9 +128,11 @@ class _Reading:
             found[name] = Home(path=path, key=word.key, word=word)
         return found
 
-    def _homes(self, section: Section) -> dict[str, Home]:
+    def _homes(self, section: Section, args: Mapping[str, Any]) -> dict[str, Home]:
         homes: dict[str, Home] = {}
         for real, written in section.keys.items():
+            if real != written and real not in args and real not in (BATCH, ACCUMULATION):
+                continue  # a script's own key with a value of its own
             gone = GONE.get(real)
             name = gone.to if gone is not None and real not in self.present.fields and gone.to and gone.values is None else real
             homes.setdefault(name, Home(path=section.path, key=written))

@@ -54,7 +54,7 @@ def test_findings_are_told_with_their_lines(run: Run, config: Path) -> None:
     code, out, err = run(config)
     assert (code, out) == (1, "")
     assert f"{config}:4:1: error: evaluation_strategy" in err and f"{config}:5:1: error: weight_decay" in err
-    assert "2 findings: 2 repaired by `hfopt check --upgrade`" in err
+    assert "2 findings: `hfopt check --upgrade` repairs 2" in err
     assert config.read_text() == OLD
 
 

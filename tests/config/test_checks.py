@@ -195,3 +195,14 @@ def test_the_real_installed_transformers_is_read() -> None:
     assert {"per_device_train_batch_size", "optim", "report_to", "deepspeed", "do_train"} <= set(present.fields)
     assert len(present.fields) > 100
     assert "adamw_torch" in present.fields["optim"].choices and "cosine" in present.fields["lr_scheduler_type"].choices
+
+
+def test_the_values_of_a_scripts_own_keys_are_its_own() -> None:
+    text = "batch_size: 4\noptimizer: AdamW\nscheduler: cosine_warmup\nuse_gradient_checkpointing: unsloth\nnum_train_epochs: 1\n"
+    read_in = load_bytes(text.encode(), "c.yaml")
+    assert [(problem.code, problem.key) for problem in read_in.problems] == [("alias", "batch_size")]
+    assert read_in.job is not None and read_in.job.args == {"per_device_train_batch_size": 4, "num_train_epochs": 1}
+
+
+def test_the_fix_is_yaml_that_can_be_copied() -> None:
+    assert only("evaluation_strategy: no").fix == 'eval_strategy: "no"'

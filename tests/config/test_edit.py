@@ -145,3 +145,17 @@ def test_hf_argument_parser_accepts_what_comes_out(tmp_path: Path) -> None:
     (arguments,) = HfArgumentParser(TrainingArguments).parse_yaml_file(str(path), allow_extra_keys=True)
     assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (4, 2)
     assert (arguments.learning_rate, arguments.get_warmup_steps(1000), arguments.eval_strategy.value) == (5e-5, 100, "no")
+
+
+def test_a_sum_about_the_batch_that_comes_out_false_is_told() -> None:
+    source = (
+        f"# per device batch of 8, because\n# 9 is too much\n{BATCH}: 8\ngradient_accumulation_steps: 4\n  # Effective batch = 8 * 4 = 32\n"
+        "run_name: |\n  # batch = 8 * 4\nseed: 8 # 9\n"
+    )
+    told = edited(source, **{BATCH: 16, "gradient_accumulation_steps": 2}).stale_comments
+    assert [(stale.key, stale.place.line) for stale in told] == [(BATCH, 5), (BATCH, 1), ("gradient_accumulation_steps", 5)]
+
+
+def test_a_scripts_own_key_is_left_to_the_script() -> None:
+    source = f"{BATCH}: 8\noptimizer: AdamW\nlr: 0.1\n"
+    assert text_of(source, optim="sgd", learning_rate=0.2) == f"{BATCH}: 8\noptimizer: AdamW\nlr: 0.2\noptim: sgd\n"
