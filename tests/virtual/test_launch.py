@@ -177,3 +177,22 @@ def test_only_nvidia_cards_and_a_sane_count() -> None:
 def test_other_systems_get_a_sentence(platform: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain.sys, "platform", platform)  # type: ignore[attr-defined]
     assert available() == f"the virtual GPU runs on Linux only; this is {name}"
+
+
+@pytest.mark.virtual_gpu
+def test_a_card_torch_was_not_built_for_fails_as_it_would(on_virtual: Callable[..., Any]) -> None:
+    code = """
+import torch
+try:
+    torch.zeros(4, device="cuda").add_(1)
+except RuntimeError as error:
+    facts["error"] = str(error)
+facts["built_for"] = torch._C._cuda_getArchFlags().split()
+"""
+    kepler = Gpu(name="Tesla K80", memory_bytes=12 * GIB, capability=(3, 7), sms=13)
+    facts = on_virtual(code, gpu=kepler, HFOPT_VIRTUAL_STRICT="1")
+    assert "no kernel image is available for execution on the device" in facts["error"]
+    oldest = min(int(name.split("_")[1].rstrip("a")) for name in facts["built_for"])
+    served = Gpu(name="served", memory_bytes=GIB, capability=(oldest // 10, oldest % 10))
+    assert "error" not in on_virtual(code, gpu=served, HFOPT_VIRTUAL_STRICT="1")
+    assert "error" not in on_virtual(code, gpu=kepler)

@@ -92,7 +92,6 @@ static void read_environment(void)
     facts.power_limit_w = (int)env_number("HFOPT_VIRTUAL_POWER_LIMIT_W", 250);
     facts.physical = (int)env_number("HFOPT_VIRTUAL_COUNT", 1);
     if (facts.physical > MAX_DEVICES) facts.physical = MAX_DEVICES;
-    facts.kernels_fit = (int)env_number("HFOPT_VIRTUAL_KERNELS_FIT", 1);
     facts.trace = (int)env_number("HFOPT_VIRTUAL_TRACE", 0);
 }
 

@@ -22,7 +22,6 @@ typedef struct {
     int physical;           /* cards in the machine */
     int visible;            /* those CUDA_VISIBLE_DEVICES leaves, in its order */
     int physical_of[MAX_DEVICES];
-    int kernels_fit;        /* 0: this build of torch has no kernel for the card */
     int trace;              /* 1: generated stubs and failed allocations are written to stderr */
 } card_facts;
 

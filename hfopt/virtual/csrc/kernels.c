@@ -11,9 +11,14 @@
 #include "errors.h"
 #include "memory.h"
 
+static int no_kernel_image;
+
+/* called by the Python side once it knows for which architectures this torch was built */
+API void hfopt_virtual_refuse_kernels(void) { no_kernel_image = 1; }
+
 static cudaError_t launch(void)
 {
-    if (!card()->kernels_fit) return fail(cudaErrorNoKernelImageForDevice);
+    if (no_kernel_image) return fail(cudaErrorNoKernelImageForDevice);
     board_launched(device_physical(device_current()));
     return cudaSuccess;
 }

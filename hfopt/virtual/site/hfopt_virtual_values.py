@@ -18,6 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _MOST_ELEMENTS = 1 << 22
+_PASSED_THROUGH = {
+    "__get__",
+    "__set__",
+    "is_complex",
+    "is_floating_point",
+    "size",
+    "dim",
+    "numel",
+    "_set_grad_enabled",
+    "linear",
+    "layer_norm",
+}
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "equal"}
 _RANDOM = {"randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "multinomial", "random_"}
 _twins = WeakTensorKeyDictionary()
@@ -77,29 +89,42 @@ def _without_masks(index: Any) -> Any:
     return items[0] if len(items) == 1 else tuple(items)
 
 
+def _cuda_arguments(values: Iterable[Any]) -> tuple[bool, bool]:
+    """Is one of them a CUDA tensor, and are all CUDA tensors ones whose values are known? Floats never are."""
+    any_cuda, all_known = False, True
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.is_cuda:
+                any_cuda = True
+                all_known = all_known and not value.is_floating_point() and value in _twins
+        elif isinstance(value, (tuple, list)):
+            cuda, known = _cuda_arguments(value)
+            any_cuda, all_known = any_cuda or cuda, all_known and known
+    return any_cuda, all_known
+
+
 class _Values(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):
-            return func(*args, **kwargs)
+        if name in _PASSED_THROUGH:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
         try:
-            cuda = [tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.is_cuda]
+            any_cuda, known = _cuda_arguments((*args, *kwargs.values()) if kwargs else args)
         except RuntimeError:  # inside a transform such as vmap
             return func(*args, **kwargs)
-        known = all(tensor in _twins for tensor in cuda)
-        if name in _READS and cuda:
+        if any_cuda and name in _READS:
             return func(*map(_on_host if known else _zeros, args), **kwargs)
-        if name in ("__getitem__", "__setitem__") and cuda:
+        if any_cuda and name in ("__getitem__", "__setitem__"):
             args = (args[0], _without_masks(args[1]), *args[2:])
         out = func(*args, **kwargs)
-        if name in _RANDOM or not known:
-            if cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
+        if not known or name in _RANDOM:
+            if any_cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
                 _twins.pop(args[0], None)  # overwritten with something unknown
             return out
-        if not cuda and name != "cuda" and not any(map(_names_cuda, (*args, *kwargs.values()))):
+        if not any_cuda and name != "cuda" and not any(map(_names_cuda, (*args, *kwargs.values()))):
             return out
-        return _run_on_twins(func, name, args, kwargs, out, bool(cuda))
+        return _run_on_twins(func, name, args, kwargs, out, any_cuda)
 
 
 def _run_on_twins(func: Any, name: str, args: Any, kwargs: Any, out: Any, has_cuda: bool) -> Any:
@@ -120,9 +145,31 @@ def _run_on_twins(func: Any, name: str, args: Any, kwargs: Any, out: Any, has_cu
     return _remember(out, twin)
 
 
+def _without_mode(function: Any) -> Any:
+    """For functions that look at every parameter and touch no integer tensor: thousands of attributes a step, none of them ours."""
+
+    @functools.wraps(function)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if any(map(callable, args[1:])) or callable(kwargs.get("closure")):  # an optimizer that runs the model itself
+            return function(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return plain
+
+
+def _spare_the_optimizer() -> None:
+    hook_step = torch.optim.Optimizer.profile_hook_step
+    torch.optim.Optimizer.profile_hook_step = staticmethod(lambda step: _without_mode(hook_step(step)))
+    torch.optim.Optimizer.zero_grad = _without_mode(torch.optim.Optimizer.zero_grad)
+    torch.nn.Module.zero_grad = _without_mode(torch.nn.Module.zero_grad)
+    torch.nn.utils.clip_grad_norm_ = _without_mode(torch.nn.utils.clip_grad_norm_)
+
+
 def install() -> None:
     """Turns the mode on in this thread, for good."""
     _Values().__enter__()
+    _spare_the_optimizer()
     # DDP compares parameter counts gathered by a kernel, which would read as zero
     import torch.nn.parallel.distributed as ddp
 

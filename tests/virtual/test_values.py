@@ -1,0 +1,87 @@
+"""Small integer and boolean tensors keep their true values on the virtual GPU, because models choose their kernels by them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hfopt.virtual.launch import SITE
+
+CODE = """
+import torch
+mask = torch.ones(4, 8, dtype=torch.long).cuda()
+facts["all"] = [bool(mask.all()), mask.sum().item()]
+padded = mask.clone()
+padded[1, 5:] = 0
+facts["padded"] = [bool(padded.bool().all()), padded.to(torch.bool).sum(-1).tolist()]
+x = torch.randn(4, 8, 16, device="cuda")
+facts["selected"] = list(x[padded.bool()].shape)
+facts["nonzero"] = list(torch.nonzero(padded).shape)
+facts["view"] = torch.arange(6, device="cuda").view(2, 3)[:, 1].cpu().tolist()
+facts["labels"] = (torch.tensor([[1, -100, 3]]).to("cuda", non_blocking=True) != -100).sum().item()
+facts["floats"] = [x.mean().item(), bool(torch.isnan(x).any())]
+unknown = torch.ones(3, dtype=torch.long, device="cuda")
+unknown.random_()
+facts["unknown"] = unknown.sum().item()
+weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+optimizer = torch.optim.SGD([weight], lr=1.0)
+counted = torch.arange(3, device="cuda")
+
+def closure():
+    facts["in_closure"] = counted.sum().item()
+    weight.grad = torch.ones_like(weight)
+    return weight.sum()
+
+optimizer.step(closure)
+optimizer.step()
+optimizer.zero_grad()
+facts["after_step"] = counted.sum().item()
+with torch.device("cuda"):
+    facts["default_device"] = torch.arange(3).tolist()
+"""
+
+
+@pytest.mark.virtual_gpu
+def test_values_that_follow_from_the_host_are_true(on_virtual: Callable[..., Any]) -> None:
+    assert on_virtual(CODE) == {
+        "all": [True, 32],
+        "padded": [False, [8, 5, 8, 8]],
+        "selected": [29, 16],
+        "nonzero": [29, 2],
+        "view": [1, 4],
+        "labels": 2,
+        "floats": [0.0, False],
+        "unknown": 0,
+        "in_closure": 3,
+        "after_step": 3,
+        "default_device": [0, 1, 2],
+    }
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hfopt_virtual_kernels", SITE / "hfopt_virtual_kernels.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "runs"),
+    [
+        ((8, 6), ["sm_80", "sm_90"], True),
+        ((8, 0), ["sm_86", "sm_90"], False),
+        ((7, 0), ["sm_75", "sm_80"], False),
+        ((12, 0), ["sm_100", "sm_120"], True),
+        ((12, 1), ["sm_80", "compute_90"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((6, 0), [], False),
+    ],
+)
+def test_which_cards_a_build_serves(kernels: ModuleType, capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
+    assert kernels.runs_on(capability, built_for) is runs
