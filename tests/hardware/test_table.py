@@ -82,14 +82,14 @@ def test_power_and_links_are_of_their_generation(card: dict[str, Any]) -> None:
 @each_gpu
 def test_a_program_sees_a_little_less_than_the_driver(gpu: Gpu) -> None:
     assert gpu.usable_bytes is not None
-    assert 0.92 < gpu.usable_bytes / gpu.memory_bytes < 1
+    assert 0.9 < gpu.usable_bytes / gpu.memory_bytes < 1
     assert gpu.available_bytes == gpu.usable_bytes
 
 
 @pytest.mark.parametrize("card", [card for card in CARDS if "usable_mib" in card], ids=lambda card: card["name"])
 def test_the_rule_for_the_drivers_reserve_bears_out_the_reports(card: dict[str, Any]) -> None:
     kept = card["memory_mib"] - card["usable_mib"]
-    assert kept <= driver_reserve_mib(card["memory_mib"]) + 81
+    assert kept <= driver_reserve_mib(card["memory_mib"]) + 20
 
 
 @pytest.mark.parametrize("entry", mig_entries(), ids=lambda entry: entry.name)
