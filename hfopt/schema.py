@@ -705,7 +705,7 @@ class RankLag:
     rank: int
     lag_s: float
     step_s: float
-    where: Literal["data", "forward", "after backward"]
+    where: Literal["after backward", "data", "before forward", "forward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -714,6 +714,7 @@ class RunFacts:
 
     device: str  # cuda, cpu, mps, ...
     cores: float
+    world_size: int = 1
     args: Mapping[str, Any] = field(default_factory=dict)  # the TrainingArguments that can be changed, as they are
     pcie_bytes_per_s: float | None = None
     planned: tuple[Change, ...] = ()  # the planner's, when there is a plan

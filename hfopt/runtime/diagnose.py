@@ -35,7 +35,8 @@ def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tup
     found = [one for check in _CHECKS if (one := check(window, run, limits)) is not None]
     causes = {one.cause for one in found}
     slowed = causes & {"input_bound", "pcie_bound", "slow_rank", "shared_gpu", "throttled"}
-    if not slowed and (launch := _launch_bound(window, run, limits)) is not None:
+    others_known = run.world_size == 1 or bool(run.lags)  # who waits for a slow rank looks idle as well
+    if not slowed and others_known and (launch := _launch_bound(window, run, limits)) is not None:
         found.append(launch)
         slowed.add("launch_bound")
     if (
@@ -78,7 +79,7 @@ def _share_check(cause: Cause) -> Callable[[Window, RunFacts, Thresholds], Findi
             "logging_heavy": (phases.logging_s, window.logs, limits.logging_share, "logging"),
             "saving_heavy": (phases.save_s, window.saves, limits.save_share, "saving checkpoints"),
         }[cause]
-        if times < 2 or phases.total_s <= 0 or (cause == "logging_heavy" and not window.synced):
+        if times < 2 or phases.total_s <= 0 or (cause == "logging_heavy" and not _logging_is_own(window, run, limits)):
             return None
         share = spent_s / phases.total_s
         if share < limit:
@@ -88,6 +89,13 @@ def _share_check(cause: Cause) -> Callable[[Window, RunFacts, Thresholds], Findi
         return finding(cause, confidence(share, limit, 2 * limit), evidence, message, remedies.less_often(cause, share, run))
 
     return check
+
+
+def _logging_is_own(window: Window, run: RunFacts, limits: Thresholds) -> bool:
+    """Logging reads the loss, from the card and from all ranks, so whoever is awaited there would be counted as logging."""
+    if run.world_size > 1 and (not run.lags or _slow_rank(window, run, limits) is not None):
+        return False
+    return window.synced
 
 
 def _padding_waste(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:

@@ -18,7 +18,7 @@ from hfopt.runtime.watch import reporters
 from hfopt.runtime.watch.harmless import Faults, harmless, to_stderr
 from hfopt.runtime.watch.inputs import flops_per_token
 from hfopt.runtime.watch.options import Options
-from hfopt.runtime.watch.session import Session
+from hfopt.runtime.watch.session import Session, Training
 from hfopt.runtime.watch.steps import Event
 
 _PART = "the monitor"
@@ -105,12 +105,13 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.stop()  # the train() before did not come to its end
-        handler = reporters.find_handler()
+        handler, trainer = reporters.find_callers()
         if handler is not None:
             reporters.put_last(handler, self)
         if self._flops_per_token is None and model is not None:
             self._flops_per_token = flops_per_token(model)
-        self._session = Session(self._options, args, state, model, handler, flops_per_token=self._flops_per_token)
+        training = Training(args=args, state=state, model=model, handler=handler, trainer=trainer, flops_per_token=self._flops_per_token)
+        self._session = Session(self._options, training)
 
     on_epoch_begin = _passing_on("epoch_begin")
     on_substep_end = _passing_on("substep_end")

@@ -39,7 +39,7 @@ class Thresholds:
     foreign_share: float = 0.05  # of the card's memory
     foreign_bytes: int = 512 * MIB
     pcie: float = 0.60  # of the link
-    rank_lag: float = 0.10  # of the step
+    rank_lag: float = 0.15  # of the step
 
 
 DEFAULT = Thresholds()

@@ -15,6 +15,7 @@ from hfopt.runtime.log import CsvLog, RunLog, finite
 from hfopt.runtime.watch.harmless import Faults, harmless
 from hfopt.runtime.watch.ranks import RankFile
 from hfopt.runtime.watch.reporters import metrics
+from hfopt.runtime.watch.steps import Stamp
 from hfopt.schema import Finding, Sample, Window
 
 LIVE = "live.json"
@@ -75,7 +76,7 @@ class Journal:
         temporary.replace(target)
 
     @harmless("the note for the first rank")
-    def note(self, stamps: Sequence[tuple[int, float, float, float]], figures: Mapping[str, float], *, ended: bool = False) -> None:
+    def note(self, stamps: Sequence[Stamp], figures: Mapping[str, float], *, ended: bool = False) -> None:
         now_s = time.monotonic()
         if self._note is not None and (ended or now_s - self._noted_s >= _NOTE_EACH_S):
             self._noted_s = now_s

@@ -13,6 +13,7 @@ from hfopt.runtime.watch.windows import merge
 from hfopt.schema import Finding, RankLag, RunFacts, Window
 
 _RECENT_S, _RECENT_STEPS = 10.0, 20  # a verdict rests on at least so much, if there is so much
+_LEAST_S, _LEAST_STEPS = 1.0, 10  # before that the run is not told anything
 _GOOD = "compute_bound"
 
 
@@ -36,6 +37,8 @@ class Judge:
         """The verdict on the last stretch."""
         if self._recent:
             window = merge(list(self._recent))
+            if window.seconds < _LEAST_S and window.steps < _LEAST_STEPS:
+                return
             self._tell(window, diagnose(window, replace(self._run, lags=lags)))
 
     def whole(self, total: Window, lags: tuple[RankLag, ...]) -> tuple[Finding, ...]:

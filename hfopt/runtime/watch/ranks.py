@@ -1,9 +1,9 @@
 """Which rank makes the others wait, without a collective: each rank leaves a small file, the first rank reads them.
 
-Ranks wait for each other inside backward. A rank that does more than the others therefore comes late to the points between two such
-meetings: the begin of the step (its data was late), the end of its forward (it computed longer), or the end of backward (it did something
-after it). Lateness is against the median of the other ranks, the median over steps, by wall clocks. On one host they are one clock;
-across hosts a constant offset is removed, and with it the third kind.
+Ranks meet several times in a step (marks.py). A rank that does more than the others comes late to the next meeting, and is on time again
+after it. Lateness at a point is against the median of the other ranks; what is late by that much in three of four steps counts, so that the
+noise of a busy machine does not. It is the place of the first late point after a meeting that tells where the time goes. Clocks are wall
+clocks: one on one host; between hosts a constant offset is removed, and with it lateness that lasts the whole step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from hfopt.runtime.watch.steps import Stamp
 from hfopt.schema import RankLag
 
-Stamps = Mapping[int, tuple[float, float, float]]
-_WHERE: tuple[Literal["data"], Literal["forward"], Literal["after backward"]] = ("data", "forward", "after backward")
+Where = Literal["after backward", "data", "before forward", "forward"]
+
+Stamps = Mapping[int, tuple[float, ...]]
+_WHERE: tuple[Where, ...] = ("after backward", "data", "before forward", "forward")  # in the order of the clock, from meeting to meeting
+_MARKS = (3, 0, 1, 2)  # where these stand in a stamp
 _MIN_STEPS = 3
 
 
@@ -32,23 +36,23 @@ def lags(stamps: Mapping[int, Stamps], *, one_host: bool = True) -> tuple[RankLa
     steps = sorted(set.intersection(*(set(of_rank) for of_rank in stamps.values())))
     if len(steps) < _MIN_STEPS:
         return ()
-    step_s = median((stamps_of[b][0] - stamps_of[a][0]) / (b - a) for stamps_of in stamps.values() for a, b in pairwise(steps))
+    step_s = median((of_rank[b][0] - of_rank[a][0]) / (b - a) for of_rank in stamps.values() for a, b in pairwise(steps))
     return tuple(_lag(rank, stamps, steps, step_s, one_host=one_host) for rank in sorted(stamps))
 
 
 def _lag(rank: int, stamps: Mapping[int, Stamps], steps: Sequence[int], step_s: float, *, one_host: bool) -> RankLag:
-    late = [
-        median(
-            stamps[rank][step][mark] - median(of_other[step][mark] for other, of_other in stamps.items() if other != rank) for step in steps
-        )
-        for mark in range(3)
-    ]
+    others = [of_other for other, of_other in stamps.items() if other != rank]
+    late = [_usually([stamps[rank][step][mark] - median(other[step][mark] for other in others) for step in steps]) for mark in _MARKS]
     if not one_host:
         late = [value - min(late) for value in late]
-    begin, forward, after = late
-    grown = (begin - after, forward - begin, after)
-    where = _WHERE[max(range(3), key=lambda index: grown[index])]
-    return RankLag(rank=rank, lag_s=max(0.0, *late), step_s=step_s, where=where)
+    worst = max(late)
+    where = next(place for place, value in zip(_WHERE, late, strict=True) if value >= 0.8 * worst or value == worst)
+    return RankLag(rank=rank, lag_s=max(0.0, worst), step_s=step_s, where=where)
+
+
+def _usually(values: list[float]) -> float:
+    """What three of four reach."""
+    return sorted(values)[len(values) // 4]
 
 
 class RankFile:
@@ -57,7 +61,7 @@ class RankFile:
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"rank{rank}.json"
 
-    def write(self, *, stamps: Sequence[tuple[int, float, float, float]], summary: Mapping[str, Any], ended: bool) -> None:
+    def write(self, *, stamps: Sequence[Stamp], summary: Mapping[str, Any], ended: bool) -> None:
         note = {"time": time.time(), "host": socket.gethostname(), "stamps": list(stamps), "summary": summary, "ended": ended}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
@@ -79,8 +83,5 @@ def read_notes(folder: Path, world_size: int, *, since: float) -> dict[int, dict
 
 
 def lags_of_notes(notes: Mapping[int, Mapping[str, Any]], *, since: float) -> tuple[RankLag, ...]:
-    stamps = {
-        rank: {int(step): (begin, forward, after) for step, begin, forward, after in note["stamps"] if begin >= since}
-        for rank, note in notes.items()
-    }
+    stamps = {rank: {int(step): tuple(marks) for step, *marks in note["stamps"] if marks[0] >= since} for rank, note in notes.items()}
     return lags(stamps, one_host=len({note["host"] for note in notes.values()}) <= 1)

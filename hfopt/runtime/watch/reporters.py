@@ -19,19 +19,22 @@ PREFIX = "hfopt/"
 _MOST_FRAMES = 12
 
 
-def find_handler() -> Any | None:
-    """The CallbackHandler whose event is being handled, from the stack of its caller."""
+def find_callers() -> tuple[Any | None, Any | None]:
+    """The CallbackHandler whose event is being handled and the Trainer it belongs to, from the stack."""
     from transformers.trainer_callback import CallbackHandler
 
+    handler: Any | None = None
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
         if frame is None:
-            return None
+            break
         owner = frame.f_locals.get("self")
-        if isinstance(owner, CallbackHandler):
-            return owner
+        if handler is None and isinstance(owner, CallbackHandler):
+            handler = owner
+        elif handler is not None and getattr(owner, "callback_handler", None) is handler:
+            return handler, owner
         frame = frame.f_back
-    return None
+    return handler, None
 
 
 def put_last(handler: Any, callback: Any) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hfopt.runtime.sampler import Sampler
@@ -18,6 +20,7 @@ from hfopt.runtime.watch.host import HostProbe
 from hfopt.runtime.watch.inputs import InputWatch
 from hfopt.runtime.watch.journal import Journal
 from hfopt.runtime.watch.judge import Judge
+from hfopt.runtime.watch.marks import MeetingPoints
 from hfopt.runtime.watch.meter import Meter
 from hfopt.runtime.watch.options import Options
 from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
@@ -26,12 +29,25 @@ from hfopt.runtime.watch.windows import merge
 from hfopt.schema import RankLag, Sample, Window
 
 _BUDGET, _GRACE_S = 0.005, 0.1
-_RANKS_EACH_S, _WAIT_FOR_RANKS_S = 30.0, 2.0
+_RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What on_train_begin knows; handler and trainer are None where the stack did not show them."""
+
+    args: Any
+    state: Any
+    model: Any
+    handler: Any
+    trainer: Any
+    flops_per_token: float | None
 
 
 class Session:
-    def __init__(self, options: Options, args: Any, state: Any, model: Any, handler: Any, *, flops_per_token: float | None) -> None:
-        self._options, self._handler = options, handler
+    def __init__(self, options: Options, training: Training) -> None:
+        args, state = training.args, training.state
+        self._options, self._handler = options, training.handler
         self._first = bool(state.is_world_process_zero)
         self.faults = Faults(self.say)
         self._rank, self._world = args.process_index, args.world_size
@@ -39,20 +55,36 @@ class Session:
         self._total: Window | None = None
         self._epoch: Window | None = None
         self._unreported: list[Window] = []
+        self._lags: tuple[RankLag, ...] = ()
         self._shown: Sample | None = None
         self._data_wait: float | None = None
-        place = find_place(args)
-        self._place = place
-        self.journal = Journal(
-            options.log_path(args.output_dir, self._rank),
-            rank=self._rank,
-            world_size=self._world,
-            csv=options.csv,
-            max_bytes=options.max_log_bytes,
-            faults=self.faults,
+        self._place = find_place(args)
+        self.journal = self._open_journal(training)
+        if self._place.why_no_cards:
+            self.faults.report("GPU readings", RuntimeError(self._place.why_no_cards))
+        self.clock = StepClock()
+        host = HostProbe(thread=threading.current_thread(), cores=self._place.cores)
+        self._sampler = Sampler(gpus=self._place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live)
+        self._meeting = MeetingPoints(self.clock)
+        if self._world > 1 and training.trainer is not None:
+            self._meeting.attach(training.trainer)
+        self._inputs = InputWatch(self.faults, partial(self.clock.mark, "forward_end") if self._world > 1 else None)
+        if training.model is not None and not args.torch_compile and not hasattr(training.model, "_orig_mod"):
+            self._inputs.attach(training.model)
+        scale = scale_of(args, self._place, flops_per_token=training.flops_per_token, flops_per_sample=options.flops_per_sample)
+        self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
+        self._judge = Judge(facts_of(args, state, self._place, options.plan), self.journal, self.say, options.warn_below)
+        self._sampler.start()
+        self.clock.event("train_begin")
+
+    def _open_journal(self, training: Training) -> Journal:
+        args, state, place = training.args, training.state, self._place
+        path = self._options.log_path(args.output_dir, self._rank)
+        journal = Journal(
+            path, rank=self._rank, world_size=self._world, csv=self._options.csv, max_bytes=self._options.max_log_bytes, faults=self.faults
         )
-        self.journal.state["max_steps"] = state.max_steps
-        self.journal.write(
+        journal.state["max_steps"] = state.max_steps
+        journal.write(
             "header",
             rank=self._rank,
             world_size=self._world,
@@ -61,23 +93,11 @@ class Session:
             cores=place.cores,
             first_step=state.global_step,
             max_steps=state.max_steps,
-            model=type(model).__name__,
+            model=type(training.model).__name__,
             config=header.config(args),
             versions=header.versions(),
         )
-        if place.why_no_cards:
-            self.faults.report("GPU readings", RuntimeError(place.why_no_cards))
-        self.clock = StepClock()
-        host = HostProbe(thread=threading.current_thread(), cores=place.cores)
-        self._sampler = Sampler(gpus=place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live)
-        self._inputs = InputWatch(self.faults, self.clock.stamp_forward_end if self._world > 1 else None)
-        if model is not None and not args.torch_compile and not hasattr(model, "_orig_mod"):
-            self._inputs.attach(model)
-        scale = scale_of(args, place, flops_per_token=flops_per_token, flops_per_sample=options.flops_per_sample)
-        self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
-        self._judge = Judge(facts_of(args, state, place, options.plan), self.journal, self.say, options.warn_below)
-        self._sampler.start()
-        self.clock.event("train_begin")
+        return journal
 
     def say(self, text: str) -> None:
         if self._first:
@@ -86,12 +106,12 @@ class Session:
     def step_begin(self) -> None:
         self.clock.event("step_begin")
         if self._world > 1:
-            self.clock.stamp_begin()
+            self.clock.mark("begin")
 
     def pre_optimizer(self, step: int) -> None:
         self.clock.event("pre_optimizer")
         if self._world > 1:
-            self.clock.stamp_backward_end(step)
+            self.clock.finish_marks(step)
 
     def step_end(self, state: Any) -> None:
         cold = not self.clock.warm
@@ -158,6 +178,7 @@ class Session:
         """Also for a session whose train() did not come to its end."""
         self._sampler.stop()
         self._inputs.detach()
+        self._meeting.detach()
         self.journal.close()
         if self._place.cards is not None:
             self._place.cards.close()
@@ -188,12 +209,11 @@ class Session:
     @harmless("diagnosis")
     def _verdict(self) -> None:
         self.journal.note(list(self.clock.stamps), {})
-        lags: tuple[RankLag, ...] = ()
         now_s = time.monotonic()
         if self._first and self._world > 1 and now_s - self._ranks_s >= _RANKS_EACH_S:
             self._ranks_s = now_s
-            lags = ranks.lags_of_notes(self._notes(), since=self._began_time)
-        self._judge.recent(lags)
+            self._lags = ranks.lags_of_notes(self._notes(), since=self._began_time)
+        self._judge.recent(self._lags)
 
     def _notes(self, wait_s: float = 0.0) -> dict[int, dict[str, Any]]:
         """Of all ranks; waits a little for those that have not ended yet."""

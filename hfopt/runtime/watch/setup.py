@@ -70,6 +70,7 @@ def facts_of(args: Any, state: Any, place: Place, plan: Any) -> RunFacts:
     return RunFacts(
         device=args.device.type,
         cores=place.cores,
+        world_size=args.world_size,
         args=header.advisable(args, state),
         pcie_bytes_per_s=place.gpus[0].pcie_bytes_per_s if place.gpus else None,
         planned=changes,

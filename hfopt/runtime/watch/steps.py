@@ -20,6 +20,7 @@ from hfopt.schema import Phases
 Event = Literal[
     "train_begin",
     "epoch_begin",
+    "fetched",
     "step_begin",
     "substep_end",
     "pre_optimizer",
@@ -34,6 +35,7 @@ Event = Literal[
 _PHASE: dict[Event, str] = {
     "train_begin": "other_s",
     "epoch_begin": "other_s",
+    "fetched": "data_wait_s",  # only with several ranks, see marks.py
     "step_begin": "data_wait_s",
     "substep_end": "forward_backward_s",
     "pre_optimizer": "forward_backward_s",
@@ -46,6 +48,9 @@ _PHASE: dict[Event, str] = {
     "end": "other_s",
 }
 STAMPS = 64  # steps of which a rank remembers when it came where
+Mark = Literal["fetched", "begin", "forward_begin", "forward_end"]
+Stamp = tuple[int, float, float, float, float]
+"""A step, and the wall clock when its data was there, the forward began, the forward ended, the backward ended."""
 
 
 @dataclass(slots=True)
@@ -77,13 +82,18 @@ class StepClock:
         self.warmup_s = 0.0
         self._last_s = self._began_s = time.monotonic()
         self.tally = Tally(began_s=self._last_s)
-        self.stamps: deque[tuple[int, float, float, float]] = deque(maxlen=STAMPS)  # step, and wall-clock begin, forward end, backward end
-        self._begin = self._forward_end = 0.0
+        self._fetched = False
+        self._marks: dict[Mark, float] = {}
+        self.stamps: deque[Stamp] = deque(maxlen=STAMPS)
 
     def event(self, event: Event) -> None:
         now_s = time.monotonic()
         if self.warm:
-            phase = "eval_s" if self.evaluating and event in ("log", "evaluate") else _PHASE[event]
+            phase = _PHASE[event]
+            if self.evaluating and event in ("log", "evaluate"):
+                phase = "eval_s"
+            elif event == "step_begin" and self._fetched:
+                phase = "other_s"  # ranks count their tokens together, so the fast ones wait for the slow ones
             seconds = self.tally.seconds
             seconds[phase] = seconds.get(phase, 0.0) + now_s - self._last_s
             self._count(event)
@@ -95,6 +105,7 @@ class StepClock:
             self.evaluating = True
         elif event in ("evaluate", "step_begin"):
             self.evaluating = False
+        self._fetched = event == "fetched"
         self._last_s = now_s
 
     def _count(self, event: Event) -> None:
@@ -116,11 +127,13 @@ class StepClock:
         taken, self.tally = self.tally, Tally(began_s=self._last_s)
         return taken
 
-    def stamp_begin(self) -> None:
-        self._begin = self._forward_end = time.time()
+    def mark(self, mark: Mark) -> None:
+        self._marks[mark] = time.time()
 
-    def stamp_forward_end(self) -> None:
-        self._forward_end = time.time()
-
-    def stamp_backward_end(self, step: int) -> None:
-        self.stamps.append((step, self._begin, self._forward_end, time.time()))
+    def finish_marks(self, step: int) -> None:
+        """At the end of backward; a point that was not seen counts as the one before it."""
+        begin = self._marks.get("begin", 0.0)
+        fetched = self._marks.get("fetched", begin)
+        entered = self._marks.get("forward_begin", begin)
+        self.stamps.append((step, fetched, entered, self._marks.get("forward_end", entered), time.time()))
+        self._marks.clear()
