@@ -6,6 +6,7 @@ HfoptError                  exit 2   anything below; caught once, in the CLI, an
 ├── WorkloadError           exit 2   the model, its task or its batch cannot be built
 ├── TraceError              exit 2   the model cannot be traced: names the op and the line
 ├── NothingFits             exit 3   no candidate fits the card; carries what would
+├── LogError               exit 2   there is no log of a run there, or it says nothing
 ├── VirtualGpuError         exit 2   the virtual GPU cannot be built or started here
 └── DryRunError             exit 4   the dry run failed for a reason other than memory
 Exit 1 is not an error: a command that found something (`hfopt check`) ends with it.
@@ -42,6 +43,10 @@ class TraceError(HfoptError):
 
 class NothingFits(HfoptError):  # noqa: N818 - it is an answer, not a failure
     exit_code = 3
+
+
+class LogError(HfoptError):
+    pass
 
 
 class VirtualGpuError(HfoptError):

@@ -35,6 +35,8 @@ COMMANDS: tuple[str, ...] = (
     "compare",
     "run",
     "rehearse",
+    "watch",
+    "report",
     "gpus",
     "doctor",
 )

@@ -57,17 +57,7 @@ class Journal:
     def live(self, sample: Sample | None, line: str, data_wait: float | None) -> None:
         """The file `hfopt watch` reads: replaced as a whole, so a reader never sees half of it."""
         if sample is not None:
-            cards = sample.gpus
-            self._points.append(
-                {
-                    "gpu": cards[0].sm_util if cards else None,
-                    "vram": cards[0].used_bytes / cards[0].total_bytes if cards and cards[0].total_bytes and cards[0].used_bytes else None,
-                    "power_w": cards[0].power_w if cards else None,
-                    "cpu": sample.cpu_util,
-                    "ram": sample.ram_used_bytes / sample.ram_total_bytes if sample.ram_used_bytes and sample.ram_total_bytes else None,
-                    "data_wait": data_wait,
-                }
-            )
+            self._points.append(point(sample, data_wait))
         content = {"time": time.time(), **self.state, "status": line, "points": list(self._points)}
         target = self.path.with_name(LIVE if self.rank == 0 else f"live.rank{self.rank}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -85,3 +75,19 @@ class Journal:
     @harmless("the log file")
     def close(self) -> None:
         self._log.close()
+
+
+def point(sample: Sample, data_wait: float | None) -> dict[str, float | None]:
+    """What the curves of `hfopt watch` are drawn from; shares, of the first card."""
+    card = sample.gpus[0] if sample.gpus else None
+    return {
+        "gpu": card.sm_util if card else None,
+        "vram": _share(card.used_bytes, card.total_bytes) if card else None,
+        "cpu": sample.cpu_util,
+        "ram": _share(sample.ram_used_bytes, sample.ram_total_bytes),
+        "data_wait": data_wait,
+    }
+
+
+def _share(part: int | None, whole: int | None) -> float | None:
+    return part / whole if part is not None and whole else None

@@ -199,6 +199,7 @@ class Session:
         window = merge(self._unreported)
         self._unreported.clear()
         self.journal.window(window, epoch=state.epoch)
+        self.journal.state["pace"] = summary.one_line(reporters.metrics(window))
         if self._first and self._options.report and self._handler is not None:
             self._report(args, state, control, window)
 

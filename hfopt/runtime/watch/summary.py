@@ -37,8 +37,8 @@ def one_line(figures: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def shares(window: Window) -> str:
-    """Where the time went, the largest part first."""
+def parts(window: Window) -> list[tuple[str, float]]:
+    """Where the time went, as shares of it, the largest first; what is under half a percent is left out."""
     phases, total = window.phases, window.phases.total_s
     named = {
         "forward+backward": phases.forward_backward_s,
@@ -49,14 +49,14 @@ def shares(window: Window) -> str:
         "logging": phases.logging_s,
         "other": phases.other_s,
     }
-    shown = sorted(((value, name) for name, value in named.items() if total and value / total >= 0.005), reverse=True)
-    return ", ".join(f"{name} {format_percent(value / total)}" for value, name in shown)
+    shares = [(name, seconds / total) for name, seconds in named.items() if total and seconds / total >= 0.005]
+    return sorted(shares, key=lambda pair: -pair[1])
 
 
 def closing(window: Window, figures: Mapping[str, float], findings: Sequence[Finding], log: Path | None) -> str:
     lines = [
         f"hfopt: {window.steps} steps in {format_seconds(window.seconds)} after the first one: {one_line(figures)}",
-        f"hfopt: time: {shares(window)}",
+        f"hfopt: time: {', '.join(f'{name} {format_percent(share)}' for name, share in parts(window))}",
     ]
     lines += [f"hfopt: {sentence(finding)}" for finding in findings]
     if not findings:

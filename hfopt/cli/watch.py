@@ -1,0 +1,58 @@
+"""`hfopt watch`: a run that is going on, live in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="[RUN_DIR]", help="The output_dir of a run; else the newest below here.")] = Path(),
+    pid: Annotated[int | None, typer.Option(help="Any training process instead; without the monitor its steps are not known.")] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one look to stdout and end; so it is too without a terminal.")] = False,
+) -> None:
+    """Watch a run: utilization, memory, data wait and what holds it back.
+
+    \b
+    Examples:
+      hfopt watch out            a run with HFGpuMonitor
+      hfopt watch --pid 12345    any process
+      hfopt watch out --once     one look, for a script
+    """
+    from hfopt.runtime.watch import outside, screen
+
+    if pid is not None:
+        look: Callable[[], Mapping[str, Any]] = outside.Onlooker(pid, first_wait_s=min(interval, 0.5)).look
+        title = f"process {pid}"
+    else:
+        path = screen.find_live(run)
+        look, title = (lambda: screen.read_live(path)), str(path.parent)
+    if once or not sys.stderr.isatty():
+        live = look()
+        sys.stdout.write("\n".join(screen.lines(live, 100)) + "\n")
+        return
+    _show(look, title, interval)
+
+
+def _show(look: Callable[[], Mapping[str, Any]], title: str, interval: float) -> None:
+    from rich.live import Live
+
+    from hfopt.cli.output import people
+    from hfopt.runtime.watch import screen
+
+    console = people()
+    live = look()
+    with Live(screen.render(live, title, console.width), console=console, auto_refresh=False) as shown:
+        try:
+            while screen.condition(live) == "running":
+                time.sleep(interval)
+                live = look()
+                shown.update(screen.render(live, title, console.width), refresh=True)
+        except KeyboardInterrupt:
+            return

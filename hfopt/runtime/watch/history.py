@@ -1,0 +1,143 @@
+"""A run read back from its log: what was found, how fast it went, and whether it came to its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import LogError
+from hfopt.runtime.log import NAME, read
+from hfopt.runtime.watch.reporters import metrics
+from hfopt.runtime.watch.windows import merge
+from hfopt.schema import GpuWindow, Phases, Spread, Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """The last session of a log. `total` is None if it ended before a window was written."""
+
+    path: Path
+    header: Mapping[str, Any]
+    total: Window | None
+    findings: tuple[Mapping[str, Any], ...]
+    resolved: Mapping[str, int]  # cause -> step
+    fallbacks: tuple[Mapping[str, Any], ...]
+    summary: Mapping[str, Any] | None  # None: still running, or killed
+    last_time: float
+    earlier_sessions: int
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return metrics(self.total) if self.total is not None else {}
+
+    @property
+    def last_step(self) -> int:
+        return self.total.last_step if self.total is not None else int(self.header.get("first_step", 0))
+
+
+def find_log(run: Path) -> Path:
+    """The log of a run: the file itself, or below the folder that was its output_dir or its `output`."""
+    for path in (run, run / NAME, run / "hfopt" / NAME):
+        if path.is_file():
+            return path
+    if not run.exists():
+        raise LogError(f"there is no {run}", hint="give the output_dir of a run that HFGpuMonitor watched, or its monitor.jsonl")
+    others = sorted(str(path.parent) for path in run.glob(f"*/hfopt/{NAME}"))
+    hint = f"runs below it: {', '.join(others[:5])}" if others else "was the run started with callbacks=[HFGpuMonitor()]?"
+    raise LogError(f"{run} holds no log of HFGpuMonitor ({NAME} or hfopt/{NAME})", hint=hint)
+
+
+def load(run: Path) -> History:
+    path = find_log(run)
+    sessions: list[list[dict[str, Any]]] = []
+    for entry in read(path):
+        if entry["kind"] == "header" and not _rotated_copy(sessions, entry):
+            sessions.append([entry])
+        elif entry["kind"] != "header" and sessions:
+            sessions[-1].append(entry)
+    if not sessions:
+        raise LogError(f"{path} has no header line, so it is not a log of HFGpuMonitor")
+    return _history(path, sessions[-1], earlier=len(sessions) - 1)
+
+
+def _rotated_copy(sessions: list[list[dict[str, Any]]], header: Mapping[str, Any]) -> bool:
+    """A rotated file begins with the header again, down to its time."""
+    return bool(sessions) and sessions[-1][0] == header
+
+
+def _history(path: Path, entries: list[dict[str, Any]], *, earlier: int) -> History:
+    total: Window | None = None
+    for entry in entries:
+        if entry["kind"] == "window":
+            window = window_from(entry["window"])
+            total = merge([total, window]) if total is not None else window
+
+    def of_kind(kind: str) -> tuple[dict[str, Any], ...]:
+        return tuple(entry for entry in entries if entry["kind"] == kind)
+
+    summaries = of_kind("summary")
+    return History(
+        path=path,
+        header=entries[0],
+        total=total,
+        findings=of_kind("finding"),
+        resolved={entry["cause"]: entry["step"] for entry in of_kind("resolved")},
+        fallbacks=of_kind("fallback"),
+        summary=summaries[-1] if summaries else None,
+        last_time=entries[-1]["time"],
+        earlier_sessions=earlier,
+    )
+
+
+def window_from(data: Mapping[str, Any]) -> Window:
+    """The inverse of writing a window; fields of a newer version are passed over."""
+    known = _known(Window, data)
+    known["phases"] = Phases(**_known(Phases, data["phases"]))
+    known["gpus"] = tuple(_gpu_window(gpu) for gpu in data.get("gpus", ()))
+    known["cpu_util"] = _spread(data.get("cpu_util"))
+    return Window(**known)
+
+
+def _gpu_window(data: Mapping[str, Any]) -> GpuWindow:
+    plain = GpuWindow(**_known(GpuWindow, data))
+    names = ("sm_util", "memory_util", "power_w", "temperature_c")
+    return replace(plain, **{name: _spread(data.get(name)) for name in names})  # type: ignore[arg-type]
+
+
+def _spread(data: Mapping[str, float] | None) -> Spread | None:
+    return Spread(**data) if data is not None else None
+
+
+def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def as_json(history: History) -> dict[str, Any]:
+    """For programs."""
+    facts = {
+        "log": str(history.path),
+        "finished": history.finished,
+        "last_step": history.last_step,
+        "max_steps": history.header.get("max_steps"),
+        "steps": history.total.steps if history.total else 0,
+        "seconds": history.total.seconds if history.total else 0.0,
+        "phases": {one.name: getattr(history.total.phases, one.name) for one in fields(Phases)} if history.total else {},
+        "metrics": history.figures,
+        "findings": [dict(finding) for finding in history.findings],
+        "resolved": dict(history.resolved),
+        "fallbacks": [dict(entry) for entry in history.fallbacks],
+        "config": history.header.get("config", {}),
+        "gpus": history.header.get("gpus", []),
+        "versions": history.header.get("versions", {}),
+        "earlier_sessions": history.earlier_sessions,
+    }
+    loaded: dict[str, Any] = json.loads(json.dumps(facts))
+    return loaded

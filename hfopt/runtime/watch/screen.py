@@ -1,0 +1,91 @@
+"""What `hfopt watch` shows: progress, the status line, curves of the last two minutes, and what was found."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from hfopt.errors import LogError
+from hfopt.runtime.watch.journal import LIVE
+from hfopt.units import format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_LEVELS = " ▁▂▃▄▅▆▇█"
+_CURVES = (("gpu", "GPU"), ("vram", "VRAM"), ("cpu", "CPU"), ("ram", "RAM"), ("data_wait", "data wait"))
+_STALE_S = 10.0
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """The last `width` shares (0..1) as bars; a gap where there is no reading."""
+    shown = list(values)[-width:]
+    return "".join(" " if value is None else _LEVELS[max(1, min(8, round(8 * value)))] for value in shown)
+
+
+def find_live(run: Path) -> Path:
+    """The live file of a run: in its folder, below its output_dir, or the newest below the given folder."""
+    for path in (run / LIVE, run / "hfopt" / LIVE):
+        if path.is_file():
+            return path
+    if not run.exists():
+        raise LogError(f"there is no {run}", hint="give the output_dir of a run that HFGpuMonitor watches, or --pid")
+    found = sorted(run.glob(f"*/hfopt/{LIVE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise LogError(f"no run with HFGpuMonitor is in {run}", hint="give its output_dir, or the process with --pid PID")
+    return found[-1]
+
+
+def read_live(path: Path) -> dict[str, Any]:
+    """The file is replaced as a whole, so it is either there and complete or not there."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise LogError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict) or "points" not in content:
+        raise LogError(f"{path} is not a live file of HFGpuMonitor")
+    return content
+
+
+def condition(live: Mapping[str, Any]) -> str:
+    """running, ended, or gone: the process is no more and did not say that it ended."""
+    if live.get("ended"):
+        return "ended"
+    fresh = time.time() - live["time"] < _STALE_S
+    return "running" if fresh or psutil.pid_exists(live["pid"]) else "gone"
+
+
+def lines(live: Mapping[str, Any], width: int) -> list[str]:
+    """The screen as plain text."""
+    state = condition(live)
+    step, steps = live.get("step", 0), live.get("max_steps") or 0
+    said = {"running": "", "ended": ", ended", "gone": f", gone: last sign {format_seconds(time.time() - live['time'])} ago"}[state]
+    progress = f", step {step} of {steps} ({100 * step / steps:.0f} %)" if steps else ""
+    shown = [f"process {live['pid']}{progress}{said}"]
+    if live.get("status"):
+        shown.append(live["status"])
+    if live.get("pace"):
+        shown.append(live["pace"])
+    for key, title in _CURVES:
+        values = [point.get(key) for point in live["points"]]
+        known = [value for value in values if value is not None]
+        if known:
+            shown.append(f"{title:<10}{100 * known[-1]:>5.1f}%  {sparkline(values, max(10, min(120, width - 20)))}")
+    shown += [f"! {finding}" for finding in live.get("findings", ())]
+    return shown
+
+
+def render(live: Mapping[str, Any], title: str, width: int) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text()
+    for index, line in enumerate(lines(live, width - 4)):
+        style = "yellow" if line.startswith("!") else "bold" if index == 0 else ""
+        text.append(("\n" if index else "") + line, style=style)
+    return Panel(text, title=title, title_align="left", border_style="green" if condition(live) == "running" else "red")
