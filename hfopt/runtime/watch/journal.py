@@ -37,10 +37,12 @@ class Journal:
     def write(self, kind: str, **fields: Any) -> None:
         self._log.write(kind, **fields)
 
-    def window(self, window: Window, **extra: Any) -> None:
+    def window(self, window: Window, **extra: Any) -> dict[str, float]:
+        """Returns the metrics it wrote."""
         figures = finite(metrics(window))
         self.write("window", first_step=window.first_step, last_step=window.last_step, **extra, metrics=figures, window=window)
         self._row(window, figures)
+        return figures
 
     def finding(self, finding: Finding, step: int) -> None:
         self.write("finding", step=step, **asdict(finding))

@@ -1,6 +1,6 @@
 """One train() call, watched: windows close at logging steps, are judged, written, reported, and summed up at the end.
 
-The work done for a log (writing, reporting, judging) is kept within half a percent of the run's time: where it would take more, because
+The work done for a log (writing, reporting, judging) is kept within two thousandths of the run's time: where it would take more, because
 every step is logged, a window is joined with the next one.
 """
 
@@ -28,7 +28,7 @@ from hfopt.runtime.watch.steps import Event, StepClock
 from hfopt.runtime.watch.windows import merge
 from hfopt.schema import RankLag, Sample, Window
 
-_BUDGET, _GRACE_S = 0.005, 0.1
+_BUDGET, _GRACE_S = 0.002, 0.03
 _RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
 
 
@@ -198,14 +198,14 @@ class Session:
             return
         window = merge(self._unreported)
         self._unreported.clear()
-        self.journal.window(window, epoch=state.epoch)
-        self.journal.state["pace"] = summary.one_line(reporters.metrics(window))
+        figures = self.journal.window(window, epoch=state.epoch)
+        self.journal.state["pace"] = summary.one_line(figures)
         if self._first and self._options.report and self._handler is not None:
-            self._report(args, state, control, window)
+            self._report(args, state, control, figures)
 
     @harmless("reporting")
-    def _report(self, args: Any, state: Any, control: Any, window: Window) -> None:
-        reporters.report(self._handler, args, state, control, reporters.metrics(window))
+    def _report(self, args: Any, state: Any, control: Any, figures: dict[str, float]) -> None:
+        reporters.report(self._handler, args, state, control, figures)
 
     @harmless("diagnosis")
     def _verdict(self) -> None:

@@ -29,7 +29,8 @@ def status_line(sample: Sample, data_wait_share: float | None) -> str:
 
 
 def _of(used: int, total: int) -> str:
-    return f"{used / GIB:.1f}/{total / GIB:.1f}GiB ({100 * used / total:.1f}%)"
+    percent = round(100 * used / total, 4)  # a byte below 28.75 % is not 28.7 %
+    return f"{used / GIB:.1f}/{total / GIB:.1f}GiB ({percent:.1f}%)"
 
 
 def show(callbacks: Sequence[Any], text: str) -> None:

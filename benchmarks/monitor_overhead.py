@@ -1,0 +1,279 @@
+"""What watching costs: Trainer steps of about 20 ms with and without HFGpuMonitor, interleaved, beside nvitop and W&B.
+
+Each round runs every variant once, in a new order; a variant's cost is the median over rounds of its time per step over that of the plain
+run of the same round, by wall clock and by CPU time of this process. On a shared machine both are noisy by some percent, so the monitor's
+own seconds are counted as well: CPU time inside its callbacks, its hook and its sampling thread, over the steps' time. Then a week of
+samples and windows is simulated, and the memory that the monitor holds is compared with that after an hour.
+
+usage: python benchmarks/monitor_overhead.py [--rounds 15] [--steps 60] [--no-week]        the last line is JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hfopt.runtime.monitor import HFGpuMonitor
+from hfopt.runtime.sampler import RING, Sampler
+from hfopt.runtime.watch.harmless import Faults
+from hfopt.runtime.watch.host import HostReading
+from hfopt.runtime.watch.journal import Journal
+from hfopt.runtime.watch.judge import Judge
+from hfopt.runtime.watch.windows import gpu_windows, merge
+from hfopt.schema import GpuReading, Phases, RunFacts, Window
+
+TARGET_STEP_S = 0.020
+LIMIT = 0.01
+
+
+class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {
+            "input_ids": torch.full((32,), index % 90 + 1),
+            "attention_mask": torch.ones(32, dtype=torch.long),
+            "labels": torch.tensor(index % 2),
+        }
+
+
+class Stopwatch(TrainerCallback):  # type: ignore[misc]
+    """Wall and CPU time from the end of the tenth step to the end of the last."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 10:
+            self.began = (time.perf_counter(), time.process_time())
+        self.ended, self.steps = (time.perf_counter(), time.process_time()), state.global_step - 10
+
+    def per_step(self) -> tuple[float, float]:
+        return (self.ended[0] - self.began[0]) / self.steps, (self.ended[1] - self.began[1]) / self.steps
+
+
+def model(layers: int) -> Any:
+    config = transformers.BertConfig(vocab_size=100, hidden_size=96, num_hidden_layers=layers, num_attention_heads=2, intermediate_size=192)
+    return transformers.BertForSequenceClassification(config)
+
+
+def run(folder: Path, trained: Any, steps: int, callbacks: list[Any]) -> tuple[float, float]:
+    stopwatch = Stopwatch()
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+    )
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):  # noqa: PTH123
+        Trainer(trained, arguments, train_dataset=Sentences(), callbacks=[*callbacks, stopwatch]).train()
+    return stopwatch.per_step()
+
+
+def layers_for_target(folder: Path) -> int:
+    """So many layers that a step takes about 20 ms here."""
+    trained, layers = model(2), 2
+    _wall, cpu = run(folder, trained, 25, [])
+    return max(1, round(layers * TARGET_STEP_S / cpu))
+
+
+@contextlib.contextmanager
+def nvitop_collector() -> Iterator[None]:
+    from nvitop import ResourceMetricCollector
+
+    stopped = False
+    collector = ResourceMetricCollector(root_pids={os.getpid()}, interval=1.0)
+    collector.daemonize(lambda metrics: not stopped, interval=1.0)
+    yield
+    stopped = True
+
+
+@contextlib.contextmanager
+def wandb_system_metrics() -> Iterator[None]:
+    import wandb
+
+    with tempfile.TemporaryDirectory() as folder:
+        started = wandb.init(mode="offline", dir=folder, settings=wandb.Settings(silent=True, x_stats_sampling_interval=1.0))
+        yield
+        started.finish()
+
+
+def variants() -> dict[str, tuple[Callable[[], list[Any]], Callable[[], AbstractContextManager[None]]]]:
+    found: dict[str, tuple[Callable[[], list[Any]], Callable[[], AbstractContextManager[None]]]] = {
+        "plain": (list, contextlib.nullcontext),
+        "hfopt": (lambda: [HFGpuMonitor()], contextlib.nullcontext),
+    }
+    if find_spec("nvitop"):
+        found["nvitop"] = (list, nvitop_collector)
+    if find_spec("wandb"):
+        found["wandb"] = (list, wandb_system_metrics)
+    return found
+
+
+def measure(rounds: int, steps: int) -> dict[str, dict[str, float]]:
+    order = random.Random(0)
+    seen: dict[str, list[tuple[float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trained = model(layers_for_target(Path(folder)))
+        run(Path(folder), trained, 20, [HFGpuMonitor()])
+        for number in range(rounds):
+            names = list(variants())
+            order.shuffle(names)
+            for name in names:
+                callbacks, around = variants()[name]
+                with around():
+                    seen.setdefault(name, []).append(run(Path(folder), trained, steps, callbacks()))
+                gc.collect()
+            sys.stderr.write(f"round {number + 1} of {rounds}: " + ", ".join(f"{n} {1e3 * seen[n][-1][0]:.2f} ms" for n in names) + "\n")
+    plain = seen["plain"]
+    return {
+        name: {
+            "step_ms": round(1e3 * median(wall for wall, _ in times), 3),
+            "wall_overhead": round(median(wall / base for (wall, _), (base, _) in zip(times, plain, strict=True)) - 1, 5),
+            "cpu_overhead": round(median(cpu / base for (_, cpu), (_, base) in zip(times, plain, strict=True)) - 1, 5),
+        }
+        for name, times in seen.items()
+    }
+
+
+def counting(method: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    """Adds the seconds of each call to spent[0] and the call to spent[1]."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            spent[0] += time.thread_time() - began_s
+            spent[1] += 1
+
+    return counted
+
+
+def accounted(steps: int) -> dict[str, float]:
+    """CPU seconds inside the monitor over as many steps of 20 ms, less those of the counting; start and summary are not a step's cost."""
+    spent, threads, empty = [0.0, 0.0], [0.0], [0.0, 0.0]
+    nothing = counting(lambda: None, empty)
+    for _ in range(2000):
+        nothing()
+    monitor = HFGpuMonitor()
+    for name in dir(monitor):
+        if name.startswith("on_") and name not in ("on_init_end", "on_train_begin", "on_train_end"):
+            setattr(monitor, name, counting(getattr(monitor, name), spent))
+
+    class Threads(TrainerCallback):  # type: ignore[misc]
+        """Counts the sampling thread, and the hook from the moment it is there."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 0:
+                for key, hook in list(model._forward_pre_hooks.items()):
+                    model._forward_pre_hooks[key] = counting(hook, spent)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            thread = next((one for one in threading.enumerate() if one.name == "hfopt-sampler"), None)
+            if thread is not None and thread.ident is not None:
+                threads[0] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+
+    with tempfile.TemporaryDirectory() as folder:
+        wall, _cpu = run(Path(folder), model(2), steps, [monitor, Threads()])
+    sampling = threads[0] / (wall * steps)  # of a second
+    inside_s = spent[0] - spent[1] * empty[0] / empty[1]
+    own_s = inside_s / steps + sampling * TARGET_STEP_S
+    return {"us_per_step": round(1e6 * own_s, 1), "share": round(own_s / TARGET_STEP_S, 5), "sampler_share": round(sampling, 5)}
+
+
+class Quiet:
+    """Sources that answer at once, always the same."""
+
+    def read(self) -> Any:
+        return self.answer
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+
+def week() -> dict[str, float]:
+    """What is held after an hour and after a week: one sample a second, one window each ten seconds. Objects and resident memory."""
+    card = GpuReading(uuid="GPU-0", sm_util=0.9, used_bytes=1 << 30, total_bytes=1 << 34, power_w=200.0, power_limit_w=250.0)
+    faults = Faults(lambda message: None)
+    sampler = Sampler(gpus=Quiet((card,)), host=Quiet(HostReading(cpu_util=0.5)), faults=faults)
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "monitor.jsonl", rank=0, world_size=1, csv=False, max_bytes=1 << 20, faults=faults)
+        judge = Judge(RunFacts(device="cuda", cores=8.0), journal, lambda text: None, 30)
+        total: Window | None = None
+        held: list[tuple[int, float]] = []
+        for second in range(7 * 24 * 3600 + 1):
+            sample = sampler.tick()
+            if second % 10 == 9:
+                phases = Phases(forward_backward_s=9.0, optimizer_s=1.0)
+                window = Window(
+                    first_step=second, last_step=second + 9, steps=10, seconds=10.0, phases=phases, gpus=gpu_windows([sample], {})
+                )
+                total = merge([total, window]) if total else window
+                judge.add(window)
+                judge.recent(())
+                if second % 1000 == 9:
+                    journal.window(window)
+            if second in (RING + 100, 7 * 24 * 3600):
+                gc.collect()
+                held.append((len(gc.get_objects()), psutil.Process().memory_info().rss / 2**20))
+        journal.close()
+        disk = sum(file.stat().st_size for file in Path(folder).iterdir()) / 2**20
+    (hour, hour_mib), (full, full_mib) = held
+    return {
+        "objects_after_an_hour": hour,
+        "objects_after_a_week": full,
+        "grown_mib": round(full_mib - hour_mib, 2),
+        "log_mib": round(disk, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--no-week", action="store_true")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    costs = measure(options.rounds, options.steps)
+    print(f"{'':<10}{'ms per step':>12}{'wall':>10}{'CPU':>10}   against the plain run of the same round, median of {options.rounds}")
+    for name, cost in costs.items():
+        print(f"{name:<10}{cost['step_ms']:>12.2f}{100 * cost['wall_overhead']:>+9.2f}%{100 * cost['cpu_overhead']:>+9.2f}%")
+    own = accounted(20 * options.steps)
+    memory = {} if options.no_week else week()
+    print(f"hfopt's own CPU time is {100 * own['share']:.3f} % of a {1e3 * TARGET_STEP_S:.0f} ms step ({own['us_per_step']:.0f} µs)")
+    if memory:
+        print(
+            "objects: {objects_after_an_hour} after an hour, {objects_after_a_week} after a simulated week; {grown_mib} MiB more".format(
+                **memory
+            )
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(
+        json.dumps({"device": device, "costs": costs, "own": own, "memory": memory, "limit": LIMIT, "within_limit": own["share"] <= LIMIT})
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""hfopt report and hfopt watch, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from watched import window
+
+from hfopt.cli import app
+from hfopt.errors import LogError
+from hfopt.runtime.log import RunLog
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    with closing(RunLog(tmp_path / "hfopt" / "monitor.jsonl")) as log:
+        log.write("header", model="BertModel", device="cuda", max_steps=101, config={})
+        log.write("window", window=window())
+    return tmp_path
+
+
+def live(folder: Path, **changed: object) -> None:
+    points = [{"gpu": share, "vram": 0.5, "cpu": 0.25, "ram": None, "data_wait": 0.03} for share in (0.0, 0.5, 1.0)]
+    content = {"time": time.time(), "pid": os.getpid(), "step": 5, "max_steps": 10, "status": "GPU: 85%", "points": points, "ended": False}
+    (folder / "hfopt").mkdir(exist_ok=True)
+    (folder / "hfopt" / "live.json").write_text(json.dumps({**content, "findings": ["input_bound: slow"], **changed}))
+
+
+def test_report_as_text_and_json(run_dir: Path) -> None:
+    text = runner.invoke(app, ["report", str(run_dir)])
+    assert text.exit_code == 0 and "forward+backward" in text.stdout
+    facts = json.loads(runner.invoke(app, ["report", str(run_dir), "--json"]).stdout)
+    assert facts["metrics"]["hfopt/gpu_util"] == pytest.approx(97) and facts["finished"] is False and facts["steps"] == 100
+
+
+def test_report_of_two_runs_as_json(run_dir: Path) -> None:
+    facts = json.loads(runner.invoke(app, ["report", str(run_dir), str(run_dir), "--json"]).stdout)
+    assert facts["change"]["hfopt/samples_per_s"] == 0 and facts["before"] == facts["after"]
+
+
+def test_report_of_nothing_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["report", str(tmp_path / "no")])
+    assert isinstance(result.exception, LogError) and result.exception.hint
+
+
+def test_watch_shows_curves_and_findings(tmp_path: Path) -> None:
+    live(tmp_path)
+    shown = runner.invoke(app, ["watch", str(tmp_path), "--once"]).stdout
+    assert "step 5 of 10 (50 %)" in shown and "GPU: 85%" in shown and "▁▄█" in shown and "! input_bound: slow" in shown
+    assert "\nRAM" not in shown
+
+
+def test_watch_tells_a_run_that_is_gone(tmp_path: Path) -> None:
+    live(tmp_path, pid=2**22 + 1, time=time.time() - 60)
+    assert "gone" in runner.invoke(app, ["watch", str(tmp_path), "--once"]).stdout
+    live(tmp_path, ended=True)
+    assert "ended" in runner.invoke(app, ["watch", str(tmp_path), "--once"]).stdout
+
+
+def test_watch_finds_the_newest_run_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, step in (("old", 1), ("new", 7)):
+        (tmp_path / name).mkdir()
+        live(tmp_path / name, step=step)
+        os.utime(tmp_path / name / "hfopt" / "live.json", (step, step))
+    monkeypatch.chdir(tmp_path)
+    assert "step 7 of 10" in runner.invoke(app, ["watch", "--once"]).stdout
+
+
+def test_watch_of_any_process() -> None:
+    shown = runner.invoke(app, ["watch", "--pid", str(os.getpid()), "--once", "--interval", "0.1"]).stdout
+    assert f"process {os.getpid()}" in shown and "CPU: " in shown and "RAM: " in shown
+    assert isinstance(runner.invoke(app, ["watch", "--pid", str(2**22 + 1)]).exception, LogError)

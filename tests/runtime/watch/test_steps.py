@@ -1,0 +1,66 @@
+"""Every stretch between two events is what its end says it was, and the first step is warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hfopt.runtime.watch import steps
+from hfopt.runtime.watch.steps import StepClock
+
+Play = Callable[..., StepClock]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """A clock that is told the time: each event with the seconds since the one before it."""
+    now = [100.0]
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+
+    def played(*events: tuple[str, float], clock: StepClock | None = None) -> StepClock:
+        clock = clock or StepClock()
+        for event, seconds in events:
+            now[0] += seconds
+            clock.event(event)  # type: ignore[arg-type]
+        return clock
+
+    return played
+
+
+FIRST = (("train_begin", 1.0), ("step_begin", 50.0), ("pre_optimizer", 9.0), ("optimizer", 1.0), ("step_end", 1.0))
+
+
+def test_the_first_step_is_left_out(play: Play) -> None:
+    clock = play(*FIRST)
+    assert clock.warm and clock.warmup_s == 62.0 and clock.tally.steps == 0 and clock.tally.total_s == 0.0
+
+
+def test_a_step_with_accumulation_logging_evaluation_and_saving(play: Play) -> None:
+    clock = play(*FIRST)
+    play(
+        ("log", 0.5),
+        ("prediction", 2.0),
+        ("log", 0.25),
+        ("evaluate", 0.25),
+        ("save", 3.0),
+        ("step_begin", 4.0),
+        ("substep_end", 5.0),
+        ("pre_optimizer", 6.0),
+        ("optimizer", 0.125),
+        ("step_end", 0.0625),
+        clock=clock,
+    )
+    tally = clock.take()
+    phases = tally.phases()
+    assert (phases.logging_s, phases.eval_s, phases.save_s, phases.data_wait_s) == (0.5, 2.5, 3.0, 4.0)
+    assert (phases.forward_backward_s, phases.optimizer_s, phases.other_s) == (11.0, 0.125, 0.0625)
+    assert (tally.steps, tally.micro_batches, tally.evals, tally.saves, tally.logs) == (1, 2, 1, 1, 1)
+    assert phases.total_s == tally.total_s
+    assert clock.tally.steps == 0 and clock.tally.total_s == 0.0
+
+
+def test_waiting_for_other_ranks_is_not_waiting_for_data(play: Play) -> None:
+    clock = play(*FIRST)
+    play(("fetched", 0.5), ("step_begin", 7.0), clock=clock)
+    assert (clock.tally.phases().data_wait_s, clock.tally.phases().other_s) == (0.5, 7.0)
