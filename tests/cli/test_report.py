@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 from watched import window
 
-from hfopt.cli import app
+from hfopt.cli import application
 from hfopt.errors import LogError
 from hfopt.runtime.log import RunLog
 
-runner = CliRunner()
+runner, app = CliRunner(), application([])
 
 
 @pytest.fixture
