@@ -61,10 +61,9 @@ def next_step(situation: Situation) -> ReplanStep:
 
 
 def fragmented(seen: OomSeen) -> bool:
-    """The allocator held enough unused memory for the request, only not in one piece."""
-    if seen.allocated_bytes is None or seen.reserved_bytes is None or seen.requested_bytes is None:
-        return False
-    return seen.reserved_bytes - seen.allocated_bytes >= seen.requested_bytes
+    """There was enough memory for the request, only not in one piece. (PyTorch has already given back whole unused blocks by then.)"""
+    needed = _needed_bytes(seen)
+    return needed is not None and seen.capacity_bytes is not None and needed <= seen.capacity_bytes
 
 
 def next_size(failed: Candidate, seen: OomSeen, memory: MemoryModel | None = None) -> tuple[int, str]:
