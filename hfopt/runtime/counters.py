@@ -20,10 +20,10 @@ class Counters:
 
         kind = type(trainer)
         self._trainer = trainer
-        self._counts = kind.compute_loss is not Trainer.compute_loss or kind.training_step is not Trainer.training_step
+        self.custom = kind.compute_loss is not Trainer.compute_loss or kind.training_step is not Trainer.training_step
 
     def snapshot(self) -> Snapshot:
-        if not self._counts:
+        if not self.custom:
             return {}
         return {name: _copied(value) for name, value in vars(self._trainer).items() if _is_plain(value)}
 

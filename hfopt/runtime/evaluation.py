@@ -1,71 +1,121 @@
-"""An OOM in evaluation shrinks the evaluation batch only: the same predictions, computed in pieces."""
+"""An OOM in evaluation shrinks the evaluation batch only: the same loss, predictions and labels, computed in pieces.
+
+The smaller size is kept to the end: unlike training, nothing else waits for evaluation to grow back. The loss of a batch is a mean, over
+labels or over samples; which one is found by trying it on two samples, as for training.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 from hfopt.runtime import chunks, device, exactness, oom, record
-from hfopt.runtime.replan import next_size
+from hfopt.runtime.exactness import Rule
+from hfopt.runtime.replan import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
 
-class _Evaluation:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    prediction_loss_only: bool
+    ignore_keys: Any
+    more: dict[str, Any]
+
+
+class Evaluation:
+    """Stands around `prediction_step`."""
+
     def __init__(self, trainer: Any, guard: Any) -> None:
         self.trainer = trainer
-        self.guard = guard
-        self.original = trainer.prediction_step
-        self.size: int | None = None  # kept to the end: evaluation memory does not change from one batch to the next by itself
+        self.pieces, self.fit = guard.pieces, guard.fit
+        self.size: int | None = None
+        self._original = trainer.prediction_step
+        self._rule: Rule | Refusal | None = None
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **more: Any) -> Any:
-        size = self.guard.pieces.size(inputs)
+        self.pieces.attach()
+        options = _Options(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, more=more)
+        size, before = self.pieces.size(inputs), self.pieces.counters.snapshot()
         while True:
             try:
                 if self.size is None or size is None or size <= self.size:
-                    return self.original(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **more)
-                return self._in_pieces(model, inputs, size, prediction_loss_only, ignore_keys=ignore_keys, **more)
+                    return self._one(model, inputs, options)
+                return self._in_pieces(model, inputs, size, options)
             except oom.RAISED_AS as error:
-                known = oom.recognise(error)
-                piece = min(self.size or size or 1, size or 1)
-                if known is None or piece == 1 or size is None or chunks.why_not(inputs, size) is not None:
+                seen = self._seen(error, inputs, size)
+                if seen is None:
                     raise
-                now = device.read(self.trainer.args.device)
-                seen = OomSeen(
-                    phase="evaluation",
-                    step=self.trainer.state.global_step,
-                    micro_batch=piece,
-                    allocated_bytes=now.allocated_bytes,
-                    reserved_bytes=now.reserved_bytes,
-                    requested_bytes=known.requested_bytes,
-                    capacity_bytes=now.capacity_bytes,
-                )
-            self._step_down(seen)
+                released = oom.without_frames(error)
+            self.pieces.counters.restore(before)
+            self._step_down(model, inputs, seen, options, released)
 
-    def _step_down(self, seen: OomSeen) -> None:
-        device.clear(self.trainer.args.device)
-        fit = self.guard.fit
-        candidate = fit.candidate(seen.micro_batch)
-        self.size, reason = next_size(candidate, seen)
-        step = ReplanStep(action="chunk", candidate=fit.candidate(self.size), reason=reason)
-        record.tell(record.sentence(seen, step, fit.effective_batch))
-        fit.log(record.entry(seen, step, fit.effective_batch))
+    def _one(self, model: Any, inputs: Any, options: _Options) -> Any:
+        return self._original(model, inputs, options.prediction_loss_only, ignore_keys=options.ignore_keys, **options.more)
 
-    def _in_pieces(self, model: Any, inputs: Any, size: int, prediction_loss_only: bool, **more: Any) -> Any:
+    def _in_pieces(self, model: Any, inputs: Any, size: int, options: _Options) -> Any:
         from transformers.trainer_pt_utils import nested_concat
 
         assert self.size is not None
+        before = self.pieces.counters.snapshot()
         parts = chunks.split(inputs, size, self.size)
         sizes = [min(self.size, size - start) for start in range(0, size, self.size)]
-        shares = exactness.weights("counted", parts, sizes, self.guard.pieces.loss_shape(inputs))
-        results = [self.original(model, part, prediction_loss_only, **more) for part, share in zip(parts, shares, strict=True)]
+        rule = self._rule.name if isinstance(self._rule, Rule) else "counted"
+        shape = self.pieces.loss_shape(inputs)
+        shares = exactness.weights(rule, parts, sizes, shape)
+        results = [self._one(model, part, options) for part in parts]
+        self.pieces.counters.merge_pieces(before, exactness.weights("counted", parts, sizes, shape))
         losses = [result[0] * share for result, share in zip(results, shares, strict=True) if result[0] is not None and share]
-        loss = sum(losses[1:], losses[0]) if losses else None
-        joined: list[Any] = []
+        joined: list[Any] = [sum(losses[1:], losses[0]) if losses else None]
         for column in (1, 2):
             values = [result[column] for result in results]
             joined.append(None if any(value is None for value in values) else functools.reduce(nested_concat, values))
-        return (loss, *joined)
+        return tuple(joined)
+
+    def _seen(self, error: BaseException, inputs: Any, size: int | None) -> OomSeen | None:
+        """None when it is no OOM or nothing is left to cut."""
+        known = oom.recognise(error)
+        piece = min(self.size or size or 1, size or 1)
+        if known is None or piece == 1 or chunks.why_not(inputs, size) is not None:
+            return None
+        now = device.read(self.trainer.args.device)
+        return OomSeen(
+            phase="evaluation",
+            step=self.trainer.state.global_step,
+            micro_batch=piece,
+            allocated_bytes=now.allocated_bytes,
+            reserved_bytes=now.reserved_bytes,
+            requested_bytes=known.requested_bytes,
+            capacity_bytes=now.capacity_bytes,
+        )
+
+    def _step_down(self, model: Any, inputs: Any, seen: OomSeen, options: _Options, released: BaseException) -> None:
+        device.clear(self.trainer.args.device)
+        self._find_rule(model, inputs, options)
+        if isinstance(self._rule, Refusal):
+            record.tell(f"hfopt: out of memory in evaluation, and it cannot be run in pieces: {self._rule.reason}")
+            raise released
+        self.size, reason = next_size(self.fit.candidate(seen.micro_batch), seen)
+        step = ReplanStep(action="chunk", candidate=self.fit.candidate(self.size), reason=reason)
+        record.tell(record.sentence(seen, step, self.fit.effective_batch))
+        self.fit.log(record.entry(seen, step, self.fit.effective_batch))
+
+    def _find_rule(self, model: Any, inputs: Any, options: _Options) -> None:
+        size = self.pieces.size(inputs)
+        if size is None or size < 2 or (isinstance(self._rule, Rule) and self._rule.settled):
+            return
+
+        def loss_of(part: Any) -> float | None:
+            loss = self._original(model, part, True, ignore_keys=options.ignore_keys, **options.more)[0]
+            return None if loss is None else float(loss)
+
+        if loss_of(chunks.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
+            self._rule = Rule(name="samples", settled=True)
+            return
+        before = self.pieces.counters.snapshot()
+        self._rule = exactness.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*exactness.MEANS, "sum"))
+        self.pieces.counters.restore(before)
 
 
 def protected(trainer: Any, guard: Any) -> Any:
-    return _Evaluation(trainer, guard).prediction_step
+    return Evaluation(trainer, guard).prediction_step

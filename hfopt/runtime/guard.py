@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -155,7 +154,9 @@ class Guard:
         lost = None if known.recoverable else "a collective ran out of memory"
         if self._ranks is not None and self._ranks.exchanging:
             lost = "gradients were being exchanged, so the ranks are out of step"
-        return Failure(error=_without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
+        elif self._ranks is not None and self.pieces.communicates:
+            lost = "the loss exchanges values with the other ranks, which cannot be repeated on one of them"
+        return Failure(error=oom.without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
 
     def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
@@ -224,15 +225,3 @@ def _enables(step: ReplanStep) -> bool:
 def _length(inputs: Any) -> int | None:
     ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
     return int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """The same error without its traceback, whose frames hold the step's tensors; its text is kept as a note."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
-        error.add_note(f"It was first raised here:\n{text}")
-    return error

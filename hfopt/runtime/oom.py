@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -112,3 +113,15 @@ def _requested_bytes(text: str) -> int | None:
         return None
     unit = "b" if match["unit"].lower() == "bytes" else match["unit"]
     return parse_bytes(f"{match['size']} {unit}")
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The same error without its traceback, whose frames hold the step's tensors; its text is kept as a note."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    if hasattr(error, "add_note") and not getattr(error, "__notes__", None):
+        error.add_note(f"It was first raised here:\n{text}")
+    return error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ from hfopt.runtime.counters import Counters
 from hfopt.runtime.exactness import LossShape, Rule, RuleName
 from hfopt.runtime.replan import Refusal
 
+_EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]
 LastPiece = Callable[[], AbstractContextManager[None]]
 # a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
@@ -32,6 +34,7 @@ class Pieces:
         self.counters = Counters(trainer)
         self.phase: Literal["forward", "backward"] = "forward"
         self.rule: Rule | None = None
+        self.communicates = may_exchange(type(trainer))
         self._step = step
         self._before_backward = before_backward
         self._last_piece = last_piece
@@ -160,6 +163,15 @@ class Pieces:
         return LossShape(
             label_name=label, shifted=label != "shift_labels" and _shifts_labels(trainer), tolerance=_tolerance(trainer, self._accelerator)
         )
+
+
+def may_exchange(kind: type) -> bool:
+    """A subclass whose own methods call a collective, as TRL's do to log over all ranks. Read from the methods' code, before any step."""
+    from transformers import Seq2SeqTrainer, Trainer
+
+    own = [base for base in kind.__mro__ if issubclass(base, Trainer) and base not in (Trainer, Seq2SeqTrainer)]
+    functions = [getattr(value, "__wrapped__", value) for base in own for value in vars(base).values()]
+    return any(_EXCHANGES & set(function.__code__.co_names) for function in functions if isinstance(function, FunctionType))
 
 
 def _shifts_labels(trainer: Any) -> bool:
