@@ -95,7 +95,7 @@ class _Reading:
             found.extend(read.found)
             if section not in self.layout.rivals:
                 args = {**read.args, **args}
-                homes = {**self._homes(section, read.args), **homes}
+                homes = homes if section in self.layout.around else {**self._homes(section, read.args), **homes}
         job = None
         if self.layout.main is not None:
             homes = {**self._words(dialect, self.layout.main), **homes}

@@ -63,6 +63,7 @@ class Layout:
 
     main: Section | None
     added: tuple[Section, ...] = ()
+    around: tuple[Section, ...] = ()  # sections it stands in: their values hold where it has none, and are not its to change
     rivals: tuple[Section, ...] = ()
     why: str | None = None  # how one of several was chosen
     asked: bool = False  # by the user: then the rivals are no concern
@@ -70,7 +71,7 @@ class Layout:
     @property
     def checked(self) -> tuple[Section, ...]:
         """The sections whose keys are looked at."""
-        return (*((self.main,) if self.main else ()), *self.added, *(() if self.asked else self.rivals))
+        return (*((self.main,) if self.main else ()), *self.added, *self.around, *(() if self.asked else self.rivals))
 
     def other_branches(self) -> list[NodePath]:
         """The parts of the file that belong to a rival: from where its path leaves the main one's."""
@@ -88,18 +89,25 @@ def find(document: Document, present: Installed, section: str | None) -> Layout:
     candidates = list(_candidates(document, real_keys(present)))
     if section is not None:
         main = _asked_for(document, section, candidates)
-        return Layout(main=main, rivals=tuple(other for other in candidates if _compete(other, main)), asked=True)
+        return Layout(
+            main=main,
+            rivals=tuple(other for other in candidates if other is not main and _share(other, main) and not _inside(main, other)),
+            asked=True,
+        )
     found = [candidate for candidate in candidates if candidate.score >= 2]
     if not found:
         return Layout(main=None)
     best = max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
-    rivals = tuple(other for other in found if other is not best and _compete(other, best))
+    best = next((other for other in found if _inside(best, other) and _share(best, other)), best)  # what holds it comes first
+    rivals = [other for other in found if other is not best and _share(other, best)]
     if not rivals:
         return Layout(main=best, added=_adding(best, candidates))
-    chosen, why = _choose((best, *rivals), document.data)
+    chosen, why = _choose([best, *rivals], document.data)
     if chosen is None:
         return Layout(main=None, rivals=tuple(sorted((best, *rivals), key=lambda one: one.node.start)))
-    return Layout(main=chosen, why=why, rivals=tuple(other for other in (best, *rivals) if other is not chosen))
+    around = tuple(other for other in (best, *rivals) if _inside(chosen, other))
+    others = tuple(other for other in (best, *rivals) if other is not chosen and other not in around)
+    return Layout(main=chosen, around=around, why=why, rivals=others)
 
 
 def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
@@ -143,11 +151,13 @@ def _score(path: NodePath, keys: Mapping[str, str]) -> int:
     return score
 
 
-def _compete(one: Section, other: Section) -> bool:
-    """Both set what only one may set, and neither contains the other."""
-    shared = one.keys.keys() & other.keys.keys() & _RIVAL_KEYS
-    nested = one.path[: len(other.path)] == other.path or other.path[: len(one.path)] == one.path
-    return bool(shared) and not nested
+def _share(one: Section, other: Section) -> bool:
+    """Both set what only one may set."""
+    return bool(one.keys.keys() & other.keys.keys() & _RIVAL_KEYS)
+
+
+def _inside(one: Section, other: Section) -> bool:
+    return len(one.path) > len(other.path) and one.path[: len(other.path)] == other.path
 
 
 def _adding(main: Section, candidates: list[Section]) -> tuple[Section, ...]:
@@ -161,15 +171,20 @@ def _adding(main: Section, candidates: list[Section]) -> tuple[Section, ...]:
     return tuple(added)
 
 
-def _choose(sections: tuple[Section, ...], data: dict[str, Any]) -> tuple[Section | None, str | None]:
+def _choose(sections: list[Section], data: dict[str, Any]) -> tuple[Section | None, str | None]:
+    """One of several, and why: what a selector names, what holds all others, what its name or its merge keys say, the default."""
     words = {value: key for key, value in data.items() if isinstance(key, str) and isinstance(value, str)}
     for section in sections:
         for part in section.path:
             if part in words:
                 return section, f"`{words[part]}: {part}` names it"
+    outermost = min(sections, key=lambda section: len(section.path))
+    if all(other is outermost or _inside(other, outermost) for other in sections):
+        return outermost, "the others are inside it"
     named = [section for section in sections if section.path and section.path[-1].lower() in _SECTION_NAMES]
-    if len(named) == 1:
-        return named[0], "by its name"
+    highest = [section for section in named if len(section.path) == min(len(other.path) for other in named)]
+    if len(highest) == 1:
+        return highest[0], "by its name"
     leaves = [section for section in sections if not any(section.node in other.node.merged() for other in sections)]
     if len(leaves) == 1:
         return leaves[0], "the others are merged into it"

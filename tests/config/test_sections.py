@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hfopt.config.edit import edit
 from hfopt.config.load import Loaded, load_bytes
 from hfopt.errors import ConfigError
+from hfopt.schema import Change
 
 PROFILE = "per_device_train_batch_size: {batch}\n{indent}learning_rate: 1.0e-4\n"
 
@@ -39,6 +41,11 @@ def test_one_of_several_profiles_is_asked_for() -> None:
         (profiles("small", "large", head="profile: large\n"), ("profiles", "large")),
         (profiles("small", "default", "large"), ("profiles", "default")),
         ("base: &base\n  learning_rate: 1.0\nmine:\n  <<: *base\n  learning_rate: 2.0\n", ("mine",)),
+        ("learning_rate: 2.0\nnum_train_epochs: 1\npresets:\n  small: {learning_rate: 1.0, max_steps: 5, num_train_epochs: 2}\n", ()),
+        (
+            "training: {learning_rate: 2.0}\nmodels:\n  a: {training: {learning_rate: 1.0}}\n  b: {training: {learning_rate: 3.0}}\n",
+            ("training",),
+        ),
         ("stage_one: {learning_rate: 1.0}\ntraining: {learning_rate: 2.0}\n", ("training",)),
     ],
 )
@@ -55,6 +62,19 @@ def test_facts_come_from_the_profile_that_is_meant() -> None:
     )
     loaded = read(text, "large.training")
     assert loaded.job is not None and loaded.job.model.name == "huge"
+
+
+def test_a_chosen_preset_stands_on_what_is_around_it() -> None:
+    text = (
+        "preset: small\nlearning_rate: 2.0\nmax_steps: 7\nbf16: true\n"
+        "presets:\n  small: {learning_rate: 1.0}\n  big: {learning_rate: 3.0, lora_r: 4}\n"
+    )
+    loaded = read(text)
+    assert loaded.job is not None and loaded.job.section == ("presets", "small")
+    assert loaded.job.args == {"learning_rate": 1.0, "max_steps": 7, "bf16": True}
+    assert loaded.job.model.lora is None
+    edited = edit(loaded, [Change(key="max_steps", before=7, after=5, reason="")])
+    assert edited.data.decode() == text.replace("{learning_rate: 1.0}", "{learning_rate: 1.0, max_steps: 5}")
 
 
 def test_a_list_of_jobs_is_addressed_by_position() -> None:
