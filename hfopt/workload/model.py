@@ -5,6 +5,7 @@ Weights are never loaded: memory and time depend on shapes and types, not on val
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.custom import from_reference, is_reference
 from hfopt.workload.heads import choose_head
 from hfopt.workload.losses import loss_for, why_batch_dependent
+from hfopt.workload.preference import NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
 from hfopt.workload.recipe import Recipe, quietly, uses_flash
 from hfopt.workload.remote import remote_config, remote_head
 from hfopt.workload.shapes import size_batch
@@ -34,8 +36,8 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     source = find_config(model.name)
     config, own_code = _config(source, model)
     head = remote_head(source, model.task) if own_code else choose_head(config.model_type, config.to_dict(), model.task, trainer)
-    _set_labels(config, head.task, model.num_labels)
-    recipe = Recipe(spec=model, source=source, config=config, head=head)
+    _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
+    recipe = Recipe(spec=model, source=source, config=config, head=head, reference=trainer in WITH_REFERENCE)
     facts = recipe.facts()
     if not facts.trainable_parameters:
         raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
@@ -44,19 +46,25 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     if uses_flash(model):
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
+    notes += [NOTES[trainer]] if trainer in NOTES else []
     accepts = accepted_inputs(facts.model_class)
+    make_batch: Callable[[int], dict[str, Any]] = BatchMaker(
+        task=head.task, shape=sized.shape, config=config, main_input=facts.main_input, accepts=accepts
+    )
+    if trainer in PAIRED:
+        make_batch = Pairs(single=make_batch, keep_labels=trainer != "Reward")
     return Workload(
         name=source.name,
         model_class=facts.model_class.__name__,
         task=head.task,
         build_model=recipe,
-        make_batch=BatchMaker(task=head.task, shape=sized.shape, config=config, main_input=facts.main_input, accepts=accepts),
+        make_batch=make_batch,
         shape=sized.shape,
-        compute_loss=loss_for(head.task),
+        compute_loss=preference_loss(trainer) or loss_for(head.task),
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         layers=facts.layers,
-        tokens_per_sample=sized.tokens,
+        tokens_per_sample=2 * sized.tokens if sized.tokens and trainer in PAIRED else sized.tokens,
         checkpointable=facts.checkpointable,
         batch_dependent_loss=why_batch_dependent(facts.model, head.task, accepts),
         notes=tuple(notes),

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from hfopt.schema import ModelSpec
 from hfopt.workload.adapters import add_lora, freeze
 from hfopt.workload.build import build_here, skeleton
 from hfopt.workload.heads import Head
+from hfopt.workload.preference import REFERENCE
 from hfopt.workload.quantize import quantize
 from hfopt.workload.sources import ConfigSource
 
@@ -36,12 +37,14 @@ class Recipe:
     source: ConfigSource
     config: Any
     head: Head
+    reference: bool = False  # a frozen copy beside the model (DPO, KTO); with an adapter the model is its own reference
 
     def __call__(self) -> nn.Module:
         return build_here(self._assemble)
 
     def facts(self) -> ModelFacts:
-        model = skeleton(self._assemble)
+        """Of the model that trains, without a reference beside it."""
+        model = skeleton(replace(self, reference=False)._assemble)
         bare = model if self.spec.quantization is None and self.spec.lora is None else skeleton(self._bare)
         return ModelFacts(
             model=model,
@@ -61,7 +64,9 @@ class Recipe:
             model = quantize(model, self.spec.quantization)
         freeze(model, self.spec.frozen)
         if self.spec.lora is not None:
-            model = add_lora(model, self.spec.lora, self.head.task)
+            return add_lora(model, self.spec.lora, self.head.task)
+        if self.reference:
+            model.add_module(REFERENCE, self._bare().requires_grad_(False))
         return model
 
     def _bare(self) -> nn.Module:

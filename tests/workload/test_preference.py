@@ -1,0 +1,75 @@
+"""Preference training: pairs, the reference beside the policy, losses that compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hfopt.errors import WorkloadError
+from hfopt.schema import DataSpec, Lora, ModelSpec
+from hfopt.workload.model import from_spec
+
+Tiny = Callable[..., str]
+DATA = DataSpec(max_length=16)
+
+
+def _loss(workload: Any, samples: int) -> tuple[Any, torch.Tensor]:
+    model = workload.build_model()
+    return model, workload.compute_loss(model, workload.make_batch(samples))
+
+
+def test_dpo_holds_a_frozen_reference_and_runs_pairs(tiny: Tiny, faked: Any) -> None:
+    name = tiny("llama")
+    plain = from_spec(ModelSpec(name=name), DATA)
+    workload = from_spec(ModelSpec(name=name), DATA, trainer="DPO")
+    assert workload.parameters == plain.parameters and workload.tokens_per_sample == 32
+    assert workload.make_batch(3)["input_ids"].shape == (6, 16)
+    model, loss = _loss(workload, 2)
+    assert sum(p.numel() for p in model.parameters()) == 2 * plain.parameters
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == plain.parameters == workload.trainable_parameters
+    loss.backward()
+    assert torch.isfinite(loss)
+    with faked():
+        model, loss = _loss(workload, 2)
+        loss.backward()
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
+
+
+def test_equal_pairs_and_equal_models_cost_log_two(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama", architectures=["LlamaForCausalLM"])), DATA, trainer="DPO")
+    model = workload.build_model()
+    model.reference_model.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("reference_model.")})
+    assert workload.compute_loss is not None
+    assert workload.compute_loss(model, workload.make_batch(1)).item() == pytest.approx(math.log(2), abs=1e-4)
+
+
+def test_with_lora_the_model_is_its_own_reference(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama"), lora=Lora(r=4, target_modules=("q_proj",))), DATA, trainer="DPO")
+    model, loss = _loss(workload, 2)
+    loss.backward()
+    assert not hasattr(model, "reference_model") and loss.item() == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_reward_scores_both_of_a_pair(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama")), DATA, trainer="Reward")
+    assert workload.model_class == "LlamaForSequenceClassification"
+    assert set(workload.make_batch(2)) == {"input_ids", "attention_mask"}
+    model, loss = _loss(workload, 2)
+    loss.backward()
+    assert model.score.out_features == 1 and torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(("trainer", "words"), [("KTO", "KL term"), ("GRPO", "generation")])
+def test_what_is_left_out_is_said(tiny: Tiny, trainer: str, words: str) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama")), DATA, trainer=trainer)
+    assert any(words in note for note in workload.notes)
+    assert workload.make_batch(2)["input_ids"].shape == (2, 16)
+
+
+def test_no_pairs_no_batch(tiny: Tiny) -> None:
+    with pytest.raises(WorkloadError, match="batch of 0 pairs"):
+        from_spec(ModelSpec(name=tiny("llama")), DATA, trainer="DPO").make_batch(0)
