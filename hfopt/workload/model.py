@@ -42,7 +42,7 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     if not facts.trainable_parameters:
         raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
     sized = size_batch(config, facts.main_input, head.task, data, trainer)
-    notes = [*([head.note] if head.note else []), *sized.notes]
+    notes = [note for note in (source.note, head.note, *sized.notes) if note]
     if uses_flash(model):
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")

@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hfopt.errors import WorkloadError
-from hfopt.workload.table import find, near_names
+from hfopt.workload.table import find, find_under_any_owner, near_names
 
 _HUB_TIMEOUT_S = 5
 TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"
@@ -28,6 +28,7 @@ class ConfigSource:
     name: str
     fields: Mapping[str, Any]
     where: str
+    note: str | None = None  # said when the name was not the very one
     folder: Path | None = None  # where it lies, with its remote code if the config refers to any
 
     @property
@@ -55,7 +56,22 @@ def find_config(name: str) -> ConfigSource:
     if cached is not None:
         return _from_file(cached, name, where=HUB_CACHE)
     tried.append("not in the Hub cache of this machine")
-    return _from_hub(name, tried)
+    try:
+        return _from_hub(name, tried)
+    except WorkloadError:
+        twin = _re_upload(name)
+        if twin is None:
+            raise
+        return twin
+
+
+def _re_upload(name: str) -> ConfigSource | None:
+    """Only when the Hub cannot say better: the same name under another owner is the same architecture, and that is said."""
+    entry = find_under_any_owner(name)
+    if entry is None:
+        return None
+    note = f"{name} is not known here; it is taken for {entry.hub_id} by its name"
+    return ConfigSource(name=name, fields=entry.config, where=TABLE, note=note)
 
 
 def _from_file(path: Path, name: str, where: str | None = None) -> ConfigSource:
@@ -124,5 +140,6 @@ def _unknown(name: str, tried: list[str]) -> WorkloadError:
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return WorkloadError(
         f"unknown model {name!r}: {'; '.join(tried)}.{meant}",
-        hint="put the model's config.json (no weights needed) into a folder and give that folder as the model",
+        hint="put the model's config.json (no weights needed) into a folder and give that folder as the model; "
+        "a fine-tuned model has the architecture of the one it was made from, so --model with that one is as good",
     )

@@ -1,8 +1,9 @@
 """The bundled architectures: hub id → configuration fields, so that planning needs neither network nor a gated licence.
 
 `architectures.jsonl` holds one model per line: its `config.json` fields, the published parameter count with its source, and whether that
-counts the model with its head (`head`) or the base model alone (`base`). Names are matched without regard to case, with or without
-the owner: `bert-base-uncased` is `google-bert/bert-base-uncased`.
+counts the model with its head (`head`) or the base model alone (`base`); or, for a model trained from another one, `same_as` and the
+fields that differ. Names are matched without regard to case, with or without the owner: `bert-base-uncased` is
+`google-bert/bert-base-uncased`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class Architecture:
     counts: Literal["head", "base"]
     rounded: bool  # published as '317M', not to the last parameter
     source: str
+    same_as: str | None = None
 
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
     lines = files("hfopt.workload").joinpath("architectures.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(_architecture(json.loads(line)) for line in lines)
+    records = {record["id"]: record for record in map(json.loads, lines)}
+    return tuple(_architecture(record, records) for record in records.values())
 
 
 def find(name: str) -> Architecture | None:
@@ -39,6 +42,12 @@ def find(name: str) -> Architecture | None:
     bare = [entry for entry in architectures() if entry.hub_id.lower().partition("/")[2] == wanted]
     found = exact or bare
     return found[0] if len(found) == 1 else None
+
+
+def find_under_any_owner(name: str) -> Architecture | None:
+    """A re-upload: the same name under another owner."""
+    owner, _, bare = name.strip().rpartition("/")
+    return find(bare) if owner else None
 
 
 def near_names(name: str, count: int = 3) -> list[str]:
@@ -53,12 +62,14 @@ def near_names(name: str, count: int = 3) -> list[str]:
     return list(dict.fromkeys(by_key[key] for key in keys))[:count]
 
 
-def _architecture(record: dict[str, Any]) -> Architecture:
+def _architecture(record: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> Architecture:
+    base = records[record.get("same_as", record["id"])]
     return Architecture(
         hub_id=record["id"],
-        config=record["config"],
-        parameters=record["parameters"],
-        counts=record["counts"],
-        rounded=record.get("rounded", False),
+        config={**base["config"], **record.get("config", {})},
+        parameters=base["parameters"],
+        counts=base["counts"],
+        rounded=base.get("rounded", False),
         source=record["source"],
+        same_as=record.get("same_as"),
     )

@@ -21,6 +21,11 @@ def test_an_unknown_model_says_what_was_tried_and_how_to_help() -> None:
     assert "config.json" in (caught.value.hint or "")
 
 
+def test_a_re_upload_is_taken_for_its_namesake_and_that_is_said() -> None:
+    source = find_config("some-mirror/Llama-3.2-1B-Instruct")
+    assert source.fields["model_type"] == "llama" and "meta-llama/Llama-3.2-1B-Instruct" in (source.note or "")
+
+
 def test_a_slip_gets_a_suggestion() -> None:
     with pytest.raises(WorkloadError, match="Did you mean google-bert/bert-base-uncased"):
         find_config("bert-base-uncassed")
