@@ -20,6 +20,8 @@ import transformers
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
 from hfopt.schema import Checkpointing, Gpu, Lora, StepSettings
+from hfopt.workload.adapters import add_lora
+from hfopt.workload.build import build_here
 
 Row = dict[str, str]
 
@@ -297,7 +299,7 @@ def _model(row: Row, length: int, weights: torch.dtype) -> tuple[str, int, Calla
             weights,
             eager,
         )
-        return name, layers, build, _tokens(length)
+        return name, layers, build, _tokens(length, decoder=True)
     raise NotACase(f"no architecture for '{row['model']}'")
 
 
@@ -348,7 +350,7 @@ def _lora(row: Row) -> Lora | None:
 def _built(
     config: Callable[[int], Any], kind: str, weights: torch.dtype, attention: str | None, adapter: Lora | None = None
 ) -> Callable[[int], Any]:
-    def build(depth: int) -> Any:
+    def assemble(depth: int) -> Any:
         options: dict[str, Any] = {DTYPE_OPTION: weights}
         if attention is not None:
             options["attn_implementation"] = attention
@@ -357,21 +359,20 @@ def _built(
             model = transformers.BertForPreTraining._from_config(settings, **options)
         else:
             model = getattr(transformers, f"AutoModelFor{kind}").from_config(settings, **options)
-        if adapter is not None:
-            import peft
+        return model if adapter is None else add_lora(model, adapter, "causal_lm")
 
-            model = peft.get_peft_model(
-                model, peft.LoraConfig(r=adapter.r, target_modules=list(adapter.target_modules or ()), lora_dropout=0.0)
-            )
-        return model.train()
+    def build(depth: int) -> Any:
+        return build_here(lambda: assemble(depth)).train()
 
     return build
 
 
-def _tokens(length: int, *, mask: bool = True) -> Callable[[int], dict[str, Any]]:
+def _tokens(length: int, *, mask: bool = True, decoder: bool = False) -> Callable[[int], dict[str, Any]]:
     def make(batch: int) -> dict[str, Any]:
         ids = torch.ones(batch, length, dtype=torch.long)
         made = {"input_ids": ids, "labels": ids.clone()}
+        if decoder:  # the collator makes them, since label smoothing takes the labels away
+            made["decoder_input_ids"] = ids.clone()
         return {**made, "attention_mask": torch.ones_like(ids)} if mask else made
 
     return make

@@ -24,12 +24,11 @@ from typing import Any
 from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.estimate.memory import estimate
-from hfopt.estimate.speed import Speed, speed_of
+from hfopt.estimate.speed import speed_of
 from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.schema import BatchShape, OpCost, Workload
 
 DATA = Path(__file__).parent / "data" / "published_speed.csv"
-SHALLOW, DEEPER = 2, 4
 CLEARLY = 1.10  # pairs further apart than this must be in the right order
 
 
@@ -54,9 +53,11 @@ class Predicted:
 
 def kernels(case: Case) -> Kernels:
     """Two shallow traces, drawn out to the model's depth."""
-    low, high = _traced(case, SHALLOW), _traced(case, DEEPER)
-    reach = (case.layers - SHALLOW) / (DEEPER - SHALLOW)
-    sizes = [round(a + reach * (b - a)) for a, b in zip(_sizes(case, SHALLOW), _sizes(case, DEEPER), strict=True)]
+    period = max(1, case.settings.checkpointing.every_n_layers)
+    shallow, deeper = period, 2 * period
+    low, high = _traced(case, shallow), _traced(case, deeper)
+    reach = (case.layers - shallow) / (deeper - shallow)
+    sizes = [round(a + reach * (b - a)) for a, b in zip(_sizes(case, shallow), _sizes(case, deeper), strict=True)]
     tensors, parameter_bytes, gradient_bytes = sizes
     return Kernels(ops=tuple(_drawn_out(low, high, reach, case, tensors)), parameter_bytes=parameter_bytes, gradient_bytes=gradient_bytes)
 
@@ -104,9 +105,8 @@ def _drawn_out(low: Sequence[OpCost], high: Sequence[OpCost], reach: float, case
         if isinstance(key, OpCost):
             yield replace(key, count=count)
             continue
-        share = 1 / case.world_size if case.sharded else 1.0
         kernels = max(count, tensors) if case.looped_optimizer and key[1] == "optimizer" else count
-        each = [amount * share / kernels for amount in amounts]
+        each = [amount / kernels for amount in amounts]
         yield OpCost(
             name=key[0],
             kind=key[1],
@@ -131,15 +131,27 @@ def predict(case: Case, made: Kernels) -> Predicted:
     ranks = Ranks(
         world_size=case.world_size, gradient_bytes=made.gradient_bytes, parameter_bytes=made.parameter_bytes, sharded=case.sharded
     )
-    timer = StepTimer(made.ops, speed, case.settings.precision, ranks=ranks, compiled=case.compiled)
+    ops = [_share(op, case.world_size) if case.sharded and op.phase == "optimizer" else op for op in made.ops]
+    timer = StepTimer(ops, speed, case.settings.precision, ranks=ranks, compiled=case.compiled)
     return Predicted(
         case=case,
         samples_per_s=timer.at(case.batch, case.accumulation).samples_per_s,
-        roofline_samples_per_s=_roofline(case, made.ops, speed),
+        roofline_samples_per_s=_roofline(case, ops),
     )
 
 
-def _roofline(case: Case, ops: Sequence[OpCost], speed: Speed) -> float:
+def _share(op: OpCost, world_size: int) -> OpCost:
+    """Each of the sharded ranks updates its part."""
+    return replace(
+        op,
+        flops_constant=op.flops_constant / world_size,
+        flops_slope=op.flops_slope / world_size,
+        bytes_constant=op.bytes_constant / world_size,
+        bytes_slope=op.bytes_slope / world_size,
+    )
+
+
+def _roofline(case: Case, ops: Sequence[OpCost]) -> float:
     bandwidth = case.gpu.bandwidth_bytes_per_s
     assert bandwidth is not None
     step_s = 0.0

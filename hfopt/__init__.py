@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 _PUBLIC: dict[str, str] = {
     "HFGpuMonitor": "hfopt.runtime.monitor",
     # name -> module that defines it
+    "Plan": "hfopt.planner",
+    "Request": "hfopt.planner",
+    "plan": "hfopt.planner",
     "protect": "hfopt.runtime.fallback",
 }
 

@@ -106,7 +106,7 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
         neutrality=neutrality,
         notes=(*_notes(subject, device, allowed, pricing, winner), *_failures(verdict)),
     )
-    return Plan(facts=replace(facts, advice=advice(facts, pricing, winner_time)), loaded=subject.loaded)
+    return Plan(facts=replace(facts, advice=advice(facts, pricing, winner_time)), loaded=subject.loaded, trial_runs=verdict.runs)
 
 
 # ---------------------------------------------------------------------------------------------- the pieces of the space

@@ -20,6 +20,7 @@ class Plan:
     loaded: Loaded | None = None
     charts: PlanCharts = field(default_factory=PlanCharts)
     seconds: dict[str, float] = field(default_factory=dict)  # where the time of planning went
+    trial_runs: int = 0  # dry runs it took
 
     @property
     def candidate(self) -> Candidate:

@@ -1,0 +1,69 @@
+"""How long `hfopt plan` takes, how much of it is importing torch and transformers, and how it grows with the candidates.
+
+usage: python benchmarks/plan_latency.py [--runs 3]
+
+Wall time of the whole command in a fresh process, the best of a few runs, beside a process doing nothing but the imports the trace
+needs. The growth is measured in this process: an effective batch of 1 against one with 100 divisors. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from hfopt.planner import Request, plan
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = {
+    "bert_base": (ROOT / "configs" / "bert_base_glue.yaml", "t4", "BertForSequenceClassification", 8.0),
+    "llama_8b_lora": (ROOT / "configs" / "llama_3_1_8b_lora_24gb.yaml", "rtx 4090", "LlamaForCausalLM", 25.0),
+}
+ONE_DIVISOR, HUNDRED_DIVISORS = 1, 45360
+
+
+def _wall_s(command: list[str], runs: int) -> float:
+    best = float("inf")
+    for _ in range(runs):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def _growth() -> tuple[float, float]:
+    """Seconds of a plan with 1 and with 100 divisors of the effective batch, traces included."""
+    seconds = []
+    for effective in (ONE_DIVISOR, ONE_DIVISOR, HUNDRED_DIVISORS):  # the first warms up
+        with tempfile.TemporaryDirectory() as folder:
+            config = Path(folder) / "train.yaml"
+            text = (ROOT / "configs" / "bert_base_glue.yaml").read_text().replace("per_device_train_batch_size: 32", "")
+            config.write_text(f"{text}\nper_device_train_batch_size: 1\ngradient_accumulation_steps: {effective}\n")
+            started = time.perf_counter()
+            plan(config, Request(gpu="rtx 3070", allow=frozenset({"accumulation"})))
+            seconds.append(time.perf_counter() - started)
+    return seconds[1], seconds[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=3)
+    runs = parser.parse_args().runs
+    result: dict[str, float] = {}
+    for name, (config, gpu, model_class, limit_s) in COMMANDS.items():
+        took_s = _wall_s([sys.executable, "-m", "hfopt", "plan", str(config), "--gpu", gpu, "--quiet"], runs)
+        imports = f"import torch, transformers, torch._dynamo, torch._subclasses.fake_tensor; from transformers import {model_class}"
+        imports_s = _wall_s([sys.executable, "-c", imports], runs)
+        print(f"{name:16} {took_s:6.2f} s (limit {limit_s:g} s), of which imports {imports_s:.2f} s, {100 * imports_s / took_s:.0f} %")
+        result |= {f"{name}_s": round(took_s, 2), f"{name}_imports_s": round(imports_s, 2)}
+    few_s, many_s = _growth()
+    print(f"growth           {few_s:6.2f} s with 1 divisor, {many_s:.2f} s with 100: {many_s / few_s:.2f} times")
+    print(json.dumps({**result, "growth_100x": round(many_s / few_s, 2)}))
+
+
+if __name__ == "__main__":
+    main()

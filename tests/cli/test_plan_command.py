@@ -1,0 +1,98 @@
+"""`hfopt plan` and `hfopt compare` as commands: what goes where, and what the shell sees when it cannot be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CONFIG = {
+    "model_type": "bert",
+    "architectures": ["BertForSequenceClassification"],
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 500,
+}
+TEXT = """\
+# kept as it is
+model_name_or_path: {model}
+max_seq_length: 32
+output_dir: out
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 6   # six
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    path = tmp_path / "train.yaml"
+    path.write_text(TEXT.format(model=tmp_path))
+    return path
+
+
+def hfopt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hfopt", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_yaml_on_stdout_report_on_stderr_and_both_files(config: Path, tmp_path: Path) -> None:
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--allow", "accumulation", "--json", tmp_path / "plan.json", "--html", tmp_path / "p.html")
+    assert result.returncode == 0, result.stderr
+    after = yaml.safe_load(result.stdout)
+    assert result.stdout.startswith("# kept as it is\n")
+    assert after["per_device_train_batch_size"] * after["gradient_accumulation_steps"] == 24
+    assert "Effective batch 24" in result.stderr and "\x1b[" not in result.stderr and "Traceback" not in result.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["effective_batch"] == 24
+    assert "<html" in (tmp_path / "p.html").read_text()
+
+
+@pytest.mark.slow
+def test_nothing_fits_is_exit_3_with_an_empty_stdout(config: Path) -> None:
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--vram", "0.36")
+    assert (result.returncode, result.stdout) == (3, "")
+    assert "nothing fits" in result.stderr and "What would fit" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.slow
+def test_quiet_and_output_file_leave_both_streams_empty(config: Path, tmp_path: Path) -> None:
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--quiet", "-o", tmp_path / "out.yaml")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert yaml.safe_load((tmp_path / "out.yaml").read_text())["max_seq_length"] == 32
+
+
+@pytest.mark.slow
+def test_compare_plans_each_card(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "prices.yaml").write_text("t4: 0.4\nrtx 4090: 0.8\n")
+    result = hfopt("compare", config, "--gpus", "t4,rtx 4090", "--prices", tmp_path / "prices.yaml", "--samples", "1000", "--json")
+    assert result.returncode == 0, result.stderr
+    t4, big = json.loads(result.stdout)
+    assert t4["fits"] and big["fits"] and t4["effective_batch"] == big["effective_batch"] == 24
+    assert big["samples_per_s"] >= t4["samples_per_s"] * 0.99
+    assert t4["cost"] == pytest.approx(0.4 * t4["run_s"] / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--task", "poetry"], "--task poetry is not known"),
+        (["--lr-scaling", "linear"], "add --effective-batch"),
+        (["--lr-scaling", "cubic"], "one of: none, sqrt, linear"),
+        (["--json", "-"], "both go to stdout"),
+        (["--headroom", "6"], "0.06 leaves 6 % free"),
+        (["--gpu", "rtx 9999"], "rtx 9999"),
+    ],
+)
+def test_bad_wishes_end_with_one_message(config: Path, arguments: list[str], words: str) -> None:
+    result = hfopt("plan", config, *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert words in result.stderr and "Traceback" not in result.stderr
