@@ -34,7 +34,7 @@ class Ahead:
             return
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
-        child = context.Process(target=_trace, args=(self._estimator, workload, settings, sending), daemon=True)
+        child = context.Process(target=_trace, args=(self._estimator, workload, settings, receiving, sending), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking beside threads; there is a spinner at most
             child.start()
@@ -63,7 +63,8 @@ class Ahead:
         self._pending.clear()
 
 
-def _trace(estimator: Estimator, workload: Workload, settings: StepSettings, sending: Connection) -> None:
+def _trace(estimator: Estimator, workload: Workload, settings: StepSettings, receiving: Connection, sending: Connection) -> None:
+    receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent meets the same error and says it
     try:
         sending.send(estimator(workload, settings))

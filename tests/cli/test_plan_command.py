@@ -46,7 +46,9 @@ def hfopt(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_yaml_on_stdout_report_on_stderr_and_both_files(config: Path, tmp_path: Path) -> None:
-    result = hfopt("plan", config, "--gpu", "rtx 3070", "--allow", "accumulation", "--json", tmp_path / "plan.json", "--html", tmp_path / "p.html")
+    result = hfopt(
+        "plan", config, "--gpu", "rtx 3070", "--allow", "accumulation", "--json", tmp_path / "plan.json", "--html", tmp_path / "p.html"
+    )
     assert result.returncode == 0, result.stderr
     after = yaml.safe_load(result.stdout)
     assert result.stdout.startswith("# kept as it is\n")
