@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import yaml
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
-from hfopt.schema import StepSettings, Workload
+from hfopt.planner.algorithm import plan_subject
+from hfopt.planner.request import from_file
+from hfopt.schema import Neutrality, StepSettings, Workload
 
 CARD = "rtx 3070"
 _TRACES: dict[tuple[str, StepSettings], Estimate] = {}
@@ -154,3 +157,50 @@ def test_bad_wishes_are_refused_in_words(tmp_path: Path, model: Path) -> None:
         Request(headroom=6)
     with pytest.raises(ConfigError, match="cannot be shared"):
         made(write(tmp_path, model, per_device_train_batch_size=1), num_gpus=4, effective_batch=6)
+
+
+def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_neutral(job: object, workload: object) -> Neutrality:
+        return Neutrality(
+            model_class="BertForSequenceClassification",
+            transformers_version="5",
+            neutral=False,
+            ratio=4.0,
+            fixable=True,
+            reason="the head ignores the number of items",
+        )
+
+    monkeypatch.setattr("hfopt.verify.neutrality.probe", not_neutral)
+    path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
+    kept = plan(path, Request(gpu=CARD), estimator=remembered)
+    assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8
+    assert any("not neutral" in advice.title for advice in kept.facts.advice)
+    assert any("would change the gradients" in rejection.reason for rejection in kept.facts.rejected)
+    assert made(path).candidate.accumulation == 1
+
+
+def test_a_loss_over_the_batch_keeps_its_batch(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
+    subject = from_file(path, Request(gpu=CARD))
+    contrastive = replace(subject, workload=replace(subject.workload, batch_dependent_loss="contrastive: test"))
+    kept = plan_subject(contrastive, Request(gpu=CARD), estimator=remembered)
+    assert (kept.candidate.per_device_batch, kept.candidate.accumulation) == (8, 4)
+    assert "contrastive: test" in kept.report()
+
+
+def test_python_arguments_plan_like_a_file(tmp_path: Path, model: Path) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=8, gradient_accumulation_steps=4
+    )
+    request = Request(gpu=CARD, model=str(model), seq_len=64, allow=frozenset({"accumulation"}))
+    from_python = plan(arguments, request, estimator=remembered)
+    from_yaml = made(write(tmp_path, model, gradient_accumulation_steps=4))
+    assert from_python.candidate == from_yaml.candidate
+    with pytest.raises(ConfigError, match="which model"):
+        plan(arguments, Request(gpu=CARD))
+    with pytest.raises(ConfigError, match="cannot be planned"):
+        plan(3, Request(gpu=CARD))

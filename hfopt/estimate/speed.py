@@ -54,9 +54,11 @@ def table() -> dict[str, Any]:
     return parsed
 
 
-def architecture(capability: tuple[int, int] | None) -> tuple[str, dict[str, Any]]:
+def architecture(capability: tuple[int, int] | None, *, half_rate: bool = False) -> tuple[str, dict[str, Any]]:
     """The row for a capability, resolved through `like`: (name of the architecture that was fitted, its shares)."""
     rows: dict[str, dict[str, Any]] = table()["architectures"]
+    if half_rate and capability is not None and capability >= (8, 6):
+        return "geforce", rows["geforce"]
     wanted = "8.0" if capability is None else f"{capability[0]}.{capability[1]}"
     name = next((key for key, row in rows.items() if wanted in row["capabilities"]), None)
     if name is None:
@@ -72,7 +74,7 @@ def speed_of(gpu: Gpu) -> Speed | None:
     fp32 = gpu.peak_flops.get("fp32")
     if gpu.bandwidth_bytes_per_s is None or fp32 is None:
         return None
-    name, shares = architecture(gpu.capability)
+    name, shares = architecture(gpu.capability, half_rate=gpu.peak_flops.get("fp16", 0.0) < 3 * fp32)
     host, kernel = table()["host"], table()["kernel"]
     matmul = shares["matmul"]
     rates = {

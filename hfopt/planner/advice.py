@@ -61,9 +61,11 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
     found = facts.neutrality
     if found is None or found.neutral:
         return
+    traded = facts.after.candidate.accumulation != facts.job.accumulation
+    so = "The config's own does not fit, so it was traded all the same" if traded else "So the accumulation stays as it is"
     yield Advice(
         title=f"{found.model_class} is not neutral to accumulation in transformers {found.transformers_version}",
         detail=f"the gradient of n micro-batches is {found.ratio:.2f} times that of one batch: {found.reason}. "
-        "So the accumulation stays as it is; `hfopt run` repairs it, then the pair is free",
+        f"{so}; `hfopt run` repairs it, then the pair is free",
         flag="--allow accumulation",
     )

@@ -26,7 +26,7 @@ from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.planner.trials import Tried, tried
-from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced
+from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced, Rejection
 from hfopt.search.best import Found, best_first
 from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes
 from hfopt.search.precision import NumericFacts, Precisions, precisions
@@ -64,16 +64,17 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
     job, workload = subject.job, subject.workload
     device = device_of(subject, request)
     effective = request.effective_batch or job.effective_batch
-    neutrality = device.neutrality(subject, request)
     current = _current(subject)
     allowed = _precisions(subject, device, current)
-    space = _space(subject, request, effective, allowed, current, neutrality)
+    space = _space(subject, request, effective, allowed, current)
     pricing = device.pricing(workload, estimator, progress)
 
-    pool = candidates(space)
-    pricing.expect(_likely(pool, device))
+    pricing.expect(_likely(candidates(space), device))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
-    found = best_first(pool, pricing, device.budget_bytes, current=current.precision)
+    found = best_first(candidates(space), pricing, device.budget_bytes, current=current.precision)
+    neutrality = _neutrality(subject, request, space, found, progress)
+    if neutrality is not None and not neutrality.neutral:
+        found = _with_accumulation(job.accumulation, space, pricing, found, current)
     if not found.ranked:
         raise nothing_fits(subject, device, pricing, found)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=job.world_size, on_gpu=device.gpu is not None)
@@ -132,13 +133,11 @@ def _precisions(subject: Subject, device: Device, current: Candidate) -> Precisi
     return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
 
 
-def _space(
-    subject: Subject, request: Request, effective: int, allowed: Precisions, current: Candidate, neutrality: Neutrality | None
-) -> Space:
+def _space(subject: Subject, request: Request, effective: int, allowed: Precisions, current: Candidate) -> Space:
     job, workload = subject.job, subject.workload
     kept = job.kept
     trades = "accumulation" in request.allow or effective != job.effective_batch
-    pinned = not trades and (workload.batch_dependent_loss is not None or (neutrality is not None and not neutrality.neutral))
+    pinned = not trades and workload.batch_dependent_loss is not None
     keeps_checkpointing = bool(kept.intersection(CHECKPOINTING_KEYS))
     choices = (
         (current.checkpointing,)
@@ -160,6 +159,29 @@ def _space(
         optims=(None, "adamw_torch_fused") if fused else (None,),
         compiled=compiled,
     )
+
+
+def _neutrality(subject: Subject, request: Request, space: Space, found: Found, progress: Progress) -> Neutrality | None:
+    """Asked only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps."""
+    trades = bool(found.ranked) and found.ranked[0][0].accumulation != subject.job.accumulation
+    if not trades or space.accumulation is not None or "accumulation" in request.allow or subject.loaded is None:
+        return None
+    if space.effective_batch != subject.job.effective_batch:
+        return None
+    from hfopt.verify.neutrality import probe
+
+    progress("asking whether batch may be traded for accumulation")
+    return probe(subject.job, subject.workload)
+
+
+def _with_accumulation(accumulation: int, space: Space, pricing: Pricing, free: Found, current: Candidate) -> Found:
+    """The search again with the config's accumulation; where that does not fit, the free answer stands, and the advice says so."""
+    kept = best_first(candidates(replace(space, accumulation=accumulation)), pricing, pricing.budget_bytes, current=current.precision)
+    if not kept.ranked:
+        return free
+    reason = f"would change the gradients: the model is not neutral to accumulation, which stays at {accumulation}"
+    traded = tuple(Rejection(candidate=c, reason=reason) for c, _ in free.ranked if c.accumulation != accumulation)
+    return Found(ranked=kept.ranked, rejected=(*traded, *kept.rejected))
 
 
 def _likely(pool: Sequence[Candidate], device: Device) -> Candidate:

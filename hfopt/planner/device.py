@@ -12,7 +12,7 @@ from hfopt.hardware import catalog
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject
-from hfopt.schema import Candidate, Gpu, Neutrality, StepSettings, Trial, Workload
+from hfopt.schema import Candidate, Gpu, StepSettings, Trial, Workload
 from hfopt.search.feasible import budget_bytes
 from hfopt.units import format_bytes
 from hfopt.workload.recipe import Recipe, weights_dtype
@@ -52,10 +52,6 @@ class Device:
         recipe = workload.build_model
         stated = getattr(recipe.config, "dtype", None) if isinstance(recipe, Recipe) else None
         return None if stated is None else str(stated).removeprefix("torch.")
-
-    def neutrality(self, subject: Subject, request: Request) -> Neutrality | None:
-        """Whether batch may be traded for accumulation at all: asked only where there is something to trade."""
-        return None
 
     def dry_run(self, subject: Subject, request: Request, winner: Candidate, progress: Progress) -> Trial | None:
         """The winner on the device itself; None where the device is not here, or the model is live and cannot be sent to a child."""

@@ -58,7 +58,7 @@ class Feeding:
         if plan.workers == now.workers:
             plan = replace(plan, persistent_workers=now.persistent_workers or plan.persistent_workers)
         if not self.on_gpu:
-            plan = replace(plan, pin_memory=now.pin_memory)  # without a card it says nothing
+            plan = now  # workers would take the cores that compute
         return self._with_kept(plan, now)
 
     def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:

@@ -90,7 +90,7 @@ def _speed_words(chosen: Chosen, samples: int | None) -> str:
     parts = [
         format_rate(time.samples_per_s, "samples"),
         f"{format_seconds(time.step_s)} a step",
-        f"GPU busy {format_percent(time.gpu_utilization)}",
+        f"busy {format_percent(time.gpu_utilization)}",
         f"{time.bound}-bound",
     ]
     if time.tokens_per_s is not None:

@@ -141,6 +141,13 @@ def test_every_capability_finds_a_fitted_architecture(capability: tuple[int, int
     assert all(0 < share <= 1 for share in shares["matmul"].values()) and 0 < shares["memory"] <= 1
 
 
+def test_a_card_with_half_rate_tensor_cores_still_gains_by_tf32() -> None:
+    peaks = {"fp32": 20e12, "tf32": 20e12, "fp16": 40e12, "bf16": 40e12}
+    card = Gpu(name="GeForce", memory_bytes=8 << 30, capability=(8, 6), sms=46, bandwidth_bytes_per_s=448e9, peak_flops=peaks)
+    ops = network(4096, 1024, dtype="float32")
+    assert step_time(ops, fast(card), "tf32", batch=8).step_s < step_time(ops, fast(card), "fp32", batch=8).step_s
+
+
 def test_volta_has_no_tf32_so_it_computes_in_fp32() -> None:
     ops = network(4096, 1024, dtype="float32")
     assert step_time(ops, fast(V100), "tf32", batch=8).step_s == step_time(ops, fast(V100), "fp32", batch=8).step_s
