@@ -25,7 +25,15 @@ class Sized:
     bytes: int
 
 
-Step: TypeAlias = torch.Tensor | Sized | Formula | int
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Taken at the first use in each thread and never returned."""
+
+    name: str
+    bytes: int
+
+
+Step: TypeAlias = torch.Tensor | Sized | Formula | Kept | int
 Rule: TypeAlias = "Callable[[Kernels, Sequence[Any], dict[str, Any], Any], list[Step]]"
 
 # multiprocessors of a common card and threads per multiprocessor (CUDA C programming guide, technical specifications per capability)
@@ -52,7 +60,7 @@ class Kernels:
         return None if rule is None else rule(self, args, kwargs, out)
 
     def workspace(self) -> list[Step]:
-        return [constant(self.cublas_bytes)] if self.workspace_per_call else []
+        return [constant(self.cublas_bytes) if self.workspace_per_call else Kept("cublas", self.cublas_bytes)]
 
 
 def _matmul(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:

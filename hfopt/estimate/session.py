@@ -70,6 +70,8 @@ class Tracer:
         with self._fake_mode, Recorder(Trace(0), self._values, kernels, self._run) as recorder, _swaps_allowed():
             recorder.recording = False
             self.model = build_model()
+            for parameter in self.model.parameters():
+                attach(parameter, None)  # a step would change it, and the next trace would start elsewhere
             self._in_place_use_count = _probe_use_count(kernels, self._values, self._run)
 
     def record(self, script: Script, batch_size: int) -> Trace:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.estimate.fast_fake import FastFake
 from hfopt.estimate.formulas import Formula
-from hfopt.estimate.inner_temporaries import Kernels, Sized
+from hfopt.estimate.inner_temporaries import Kept, Kernels, Sized
 from hfopt.estimate.values import Values
 
 Phase = Literal["load", "forward", "backward", "optimizer"]
@@ -99,6 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._blocks: dict[int, int] = {}  # storage -> block
         self._owner: dict[int, int] = {}  # block -> storage
         self._references: dict[int, weakref.ref[Any]] = {}
+        self._kept: set[tuple[str, bool]] = set()
         self._next = 0
         self._place_of: dict[tuple[str, str, Any], int] = {}
         self.last_operation: Any = None
@@ -228,6 +229,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
                 self.take(step, op=func)
             elif isinstance(step, Sized):
                 self.take(step.tensor, op=func, size=step.bytes)
+            elif isinstance(step, Kept):
+                self._keep(step, func)
             elif isinstance(step, Formula):
                 self.trace.formulas[len(self.trace.events)] = step
                 inner.append(self.allocate(step.bytes(), func))
@@ -237,6 +240,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for block in inner:
             if block != _HOST:
                 self.release(block)
+
+    def _keep(self, step: Kept, func: Any) -> None:
+        """On CUDA backward runs in a thread of its own, with its own handles."""
+        key = (step.name, torch._C._current_autograd_node() is not None)
+        if key not in self._kept:
+            self._kept.add(key)
+            self.trace.categories[self.allocate(step.bytes, func)] = "temporaries"
 
     # ------------------------------------------------------------------------------------------ gradients of shared tensors
 
