@@ -150,7 +150,8 @@ def main() -> None:
         batch, total = int(row["batch_size"]), float(row["gpu_total_mib"])
         replay = curve.replay(batch)
         answer = {"allocated_mib": replay.allocated_bytes / MIB, "reserved_mib": replay.reserved_bytes / MIB}
-        answer["capped_mib"] = [curve.replay(batch, capacity_bytes=int(total * MIB)).reserved_bytes / MIB]
+        for ctx in (100,150,200,300,400):
+            r=curve.replay(batch, capacity_bytes=int((total-ctx) * MIB)); answer.setdefault("capped_mib",[]).append((ctx,r.reserved_bytes / MIB,r.fits))
         answer["seconds"] = time.perf_counter() - began
         print(json.dumps(answer), flush=True)
 

@@ -145,9 +145,8 @@ class CachingAllocator:
                 self._release_cached()
                 if not self._fits(wanted):
                     raise OutOfMemory
-        self._segments += 1
         self._reserve(wanted)
-        return _Block(_Segment(self._segments, wanted), 0, wanted, small)
+        return _Block(self._next_segment(wanted), 0, wanted, small)
 
     def _expand(self, size: int, small: bool) -> _Block:
         """try_allocate_expandable_block: one growing segment per pool, mapped in pages of 2 or 20 MiB at its end."""
@@ -159,8 +158,7 @@ class CachingAllocator:
             raise OutOfMemory
         self._reserve(grow)
         if tail is None:
-            self._segments += 1
-            tail = _Block(_Segment(self._segments, 0), 0, 0, small)
+            tail = _Block(self._next_segment(0), 0, 0, small)
         elif tail.free:
             self._take_from_pool(tail)
         else:
@@ -170,6 +168,11 @@ class CachingAllocator:
         tail.size += grow
         self._expandable[small] = tail
         return tail
+
+    def _next_segment(self, size: int) -> _Segment:
+        """Between equal blocks the lower address is taken, and each new segment lies below the last: the driver hands out addresses downwards."""
+        self._segments -= 1
+        return _Segment(self._segments, size)
 
     def _fits(self, size: int) -> bool:
         return self.capacity_bytes is None or self.reserved + size <= self.capacity_bytes
