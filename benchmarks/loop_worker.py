@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from hfopt.estimate.context import LOADED_KERNELS_BYTES, context_bytes
 from hfopt.estimate.inner_temporaries import Kernels
 from hfopt.estimate.memory import TRACED_BATCHES, MemoryCurve
 from hfopt.estimate.session import Session, Tracer
@@ -24,6 +25,7 @@ from hfopt.workload.table import architectures
 
 ITERATIONS = 3
 CARDS = {"RTX 3060": ((8, 6), 28), "RTX 4060": ((8, 9), 24), "A100-SXM4-40GB": ((8, 0), 108)}
+UNKNOWN_CARD = ((8, 6), 28)
 
 # as stated with the data; other models come from the bundled table by the last part of their name
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -126,7 +128,7 @@ class Curves:
         self._curves: dict[tuple[Any, ...], MemoryCurve] = {}
 
     def get(self, row: dict[str, Any]) -> MemoryCurve:
-        capability, multiprocessors = CARDS.get(row["gpu"], ((8, 6), 28))
+        capability, multiprocessors = CARDS.get(row["gpu"], UNKNOWN_CARD)
         key = (row["model"], row["seq_len"], row["optimizer"], row["zero_grad"], row["attn"], capability)
         if key not in self._curves:
             config = config_of(row["model"])
@@ -148,11 +150,16 @@ def main() -> None:
         began = time.perf_counter()
         curve = curves.get(row)
         batch, total = int(row["batch_size"]), float(row["gpu_total_mib"])
-        replay = curve.replay(batch)
-        answer = {"allocated_mib": replay.allocated_bytes / MIB, "reserved_mib": replay.reserved_bytes / MIB}
-        for ctx in (100,150,200,300,400):
-            r=curve.replay(batch, capacity_bytes=int((total-ctx) * MIB)); answer.setdefault("capped_mib",[]).append((ctx,r.reserved_bytes / MIB,r.fits))
-        answer["seconds"] = time.perf_counter() - began
+        capability, multiprocessors = CARDS.get(row["gpu"], UNKNOWN_CARD)
+        room = int(total * MIB) - context_bytes(capability, multiprocessors=multiprocessors)
+        free, capped = curve.replay(batch), curve.replay(batch, capacity_bytes=room)
+        answer = {
+            "allocated_mib": free.allocated_bytes / MIB,
+            "reserved_mib": free.reserved_bytes / MIB,
+            "used_mib": (capped.reserved_bytes + LOADED_KERNELS_BYTES) / MIB,
+            "fits": capped.fits,
+            "seconds": time.perf_counter() - began,
+        }
         print(json.dumps(answer), flush=True)
 
 

@@ -7,8 +7,8 @@ Mirrors c10/cuda/CUDACachingAllocator.cpp: 512-byte rounding, a small and a larg
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
 
+from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.units import MIB
 
 # c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp
@@ -18,16 +18,6 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _MIN_LARGE = 10 * MIB
 _ROUND_LARGE = 2 * MIB
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllocatorOptions:
-    """What PYTORCH_CUDA_ALLOC_CONF may say."""
-
-    expandable_segments: bool = False
-    max_split_bytes: int | None = None
-    garbage_collection_threshold: float | None = None
-    roundup_power2_divisions: int | None = None
 
 
 class OutOfMemory(Exception):  # noqa: N818 - a verdict of the simulation, not a failure

@@ -1,33 +1,33 @@
-"""What a process holds on the card besides PyTorch's allocator: the CUDA context and lazily loaded kernels.
+"""What a process holds on the card besides PyTorch's allocator: the CUDA context and the kernels loaded on first use.
 
-A table by compute capability, because kernel images of the driver and of PyTorch differ by architecture. Sources are next to the entries;
-between two entries the older one is used. The virtual GPU has no context, and a measured value (NVML after the first kernel) is better.
+The driver sets local memory aside for every thread that can be resident, so a context grows with the card: base + bytes per resident thread.
+Two published figures give the line, others check it (NVML or nvidia-smi after the first CUDA call, lazily loaded kernels):
+
+    RTX 4060, 24 multiprocessors        107 MiB at most   xMem's runs (arXiv 2510.21048): total memory less the highest sample    line
+    RTX 6000 Ada, 142 multiprocessors   426 MiB           unslothai/unsloth-zoo pull request 1053, torch 2.10, CUDA 13            line
+    RTX 3060, 28 multiprocessors        110 to 141 MiB    xMem's runs, from the runs that ended out of memory                     118
+    V100, 80 multiprocessors            1343 MiB          transformers docs v4.20, CUDA 11.2: all kernels loaded at once          eager
+
+The kernels a training step loads add 18 MiB: the median over xMem's 84 runs of NVML's peak less the replayed reserved memory. A value
+measured on the card itself is better than this.
 """
 
 from __future__ import annotations
 
+from hfopt.estimate.inner_temporaries import resident_threads
 from hfopt.units import MIB
 
-# (capability, CUDA 12 and later with lazy loading, before that), in MiB
-_CONTEXT_MIB: tuple[tuple[tuple[int, int], int, int], ...] = (
-    ((6, 0), 300, 700),  # Pascal; NVIDIA forum reports for GTX 10xx under PyTorch: 300 lazily, 600-800 eagerly loaded
-    ((7, 0), 430, 1343),  # V100: transformers docs v4.20 perf_train_gpu_one: 1343 MiB after the first kernel (CUDA 11.2, eager loading)
-    ((7, 5), 310, 900),  # T4
-    ((8, 0), 500, 1300),  # A100
-    ((8, 6), 350, 900),  # RTX 30xx
-    ((8, 9), 400, 900),  # RTX 40xx, L40S
-    ((9, 0), 560, 1400),  # H100
-    ((10, 0), 620, 1400),
-    ((12, 0), 500, 1000),
-)
+LOADED_KERNELS_BYTES = 18 * MIB
+_BASE_BYTES = 42 * MIB
+_BYTES_PER_THREAD = (426 - 107) * MIB // ((142 - 24) * 1536)
+_EAGER_KERNELS_BYTES = 913 * MIB  # the V100's 1343 MiB less the line; pytorch/pytorch#107667: more than 1000 MB before CUDA 11.7
 
 
-def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None = None) -> int:
-    """The context's size; CUDA 11.7 and later load kernels lazily (CUDA_MODULE_LOADING), which PyTorch uses from CUDA 11.8 on."""
-    capability = capability or (8, 0)
+def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None = None, *, multiprocessors: int | None = None) -> int:
+    """Context and loaded kernels. Before CUDA 11.7 every kernel of PyTorch is loaded at once; without a card's size, its family's largest."""
+    context = _BASE_BYTES + _BYTES_PER_THREAD * resident_threads(capability or (8, 0), multiprocessors)
     eager = cuda_version is not None and _version(cuda_version) < (11, 7)
-    _, lazy_mib, eager_mib = next((entry for entry in reversed(_CONTEXT_MIB) if entry[0] <= capability), _CONTEXT_MIB[0])
-    return (eager_mib if eager else lazy_mib) * MIB
+    return context + (_EAGER_KERNELS_BYTES if eager else LOADED_KERNELS_BYTES)
 
 
 def _version(text: str) -> tuple[int, ...]:

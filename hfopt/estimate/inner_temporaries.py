@@ -41,6 +41,11 @@ _MULTIPROCESSORS = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 
 
+def resident_threads(capability: tuple[int, int], multiprocessors: int | None = None) -> int:
+    """Threads that can be on the card at once."""
+    return (multiprocessors or _MULTIPROCESSORS.get(capability, 80)) * _THREADS.get(capability, 2048)
+
+
 class Kernels:
     """The allocation order of CUDA's kernels for one capability and one version of PyTorch."""
 

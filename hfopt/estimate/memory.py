@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
-from hfopt.estimate.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
+from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
+from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.timeline import FREED, Timeline, combine
 from hfopt.schema import Breakdown, MemoryPeak, OpCost, StepSettings, Workload
@@ -175,7 +176,7 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     if timeline.inexact:
         notes.append(f"{timeline.inexact} of {len(timeline)} sizes are no straight line over the batch size and were rounded")
     return Estimate(
-        curve=MemoryCurve(timeline, context_bytes(settings.capability)),
+        curve=MemoryCurve(timeline, context_bytes(settings.capability, multiprocessors=settings.multiprocessors)),
         ops=grouped(traces[0], traces[1]),
         seconds=time.perf_counter() - began,
         notes=tuple(notes),

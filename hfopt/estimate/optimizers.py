@@ -1,7 +1,7 @@
 """The optimizer the Trainer would make for `optim`, on fake parameters, with the implementation CUDA defaults to.
 
 On CUDA torch.optim takes the foreach implementation unless told otherwise; fake parameters live on the CPU, so it is asked for by name.
-bitsandbytes is imitated by its state: bytes per parameter, block-wise scales, paged states in host memory.
+bitsandbytes needs a card even to be imported fully, so its states are imitated (`bitsandbytes_states`). What is neither is refused by name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from hfopt.errors import TraceError
+from hfopt.estimate.bitsandbytes_states import BitsAndBytes, is_bitsandbytes
 
 _FOREACH = {"adamw_torch": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD}
+_LR = 5e-5
 
 
 def parameter_groups(model: Any) -> list[dict[str, Any]]:
@@ -34,20 +36,30 @@ def parameter_groups(model: Any) -> list[dict[str, Any]]:
 def make_optimizer(model: Any, optim: str, optim_args: str | None = None) -> Any:
     """The optimizer for the Trainer's `optim`; raises TraceError for one that cannot be traced, by name."""
     groups = parameter_groups(model)
-    options = _options(optim_args)
+    if not any(group["params"] for group in groups):
+        raise TraceError("no parameter of the model is trained", hint="check `frozen` and the adapter's target modules")
     if optim == "adamw_torch_fused":
-        return torch.optim.AdamW(groups, lr=5e-5, fused=True)
+        return torch.optim.AdamW(groups, lr=_LR, fused=True)
     if optim in _FOREACH:
-        return _FOREACH[optim](groups, lr=5e-5, foreach=True, **options)
+        return _FOREACH[optim](groups, lr=_LR, foreach=True, **_options(optim_args, optim))
     if optim == "adafactor":
         from transformers.optimization import Adafactor
 
-        return Adafactor(groups, lr=5e-5, scale_parameter=False, relative_step=False)
+        return Adafactor(groups, lr=_LR, scale_parameter=False, relative_step=False)
+    if is_bitsandbytes(optim):
+        return BitsAndBytes(model, groups, optim)
     raise TraceError(
-        f"optim {optim!r} is not traced", hint=f"known here: {', '.join(sorted((*_FOREACH, 'adamw_torch_fused', 'adafactor')))}"
+        f"optim {optim!r} cannot be traced",
+        hint=f"traced are {', '.join(sorted((*_FOREACH, 'adamw_torch_fused', 'adafactor')))} and the 8-bit, paged and lion ones of bitsandbytes",
     )
 
 
-def _options(optim_args: str | None) -> dict[str, Any]:
-    pairs = (item.split("=", 1) for item in (optim_args or "").replace(" ", "").split(",") if "=" in item)
-    return {key: float(value) for key, value in pairs if key in ("momentum", "dampening", "alpha", "lr_decay")}
+def _options(optim_args: str | None, optim: str) -> dict[str, Any]:
+    """Only what changes the state: momentum keeps a buffer, centered keeps another."""
+    pairs = dict(item.split("=", 1) for item in (optim_args or "").replace(" ", "").split(",") if "=" in item)
+    options: dict[str, Any] = {}
+    if "momentum" in pairs and optim in ("sgd", "rmsprop"):
+        options["momentum"] = float(pairs["momentum"])
+    if optim == "rmsprop" and pairs.get("centered", "").lower() in ("true", "1", "yes"):
+        options["centered"] = True
+    return options

@@ -24,7 +24,7 @@ from hfopt.estimate.formulas import Formula
 from hfopt.estimate.inner_temporaries import Kept, Kernels, Sized
 from hfopt.estimate.values import Values
 
-Phase = Literal["load", "forward", "backward", "optimizer"]
+Phase = Literal["load", "forward", "backward", "optimizer", "evaluation"]
 Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "inputs", "temporaries"]
 
 FREED = -1

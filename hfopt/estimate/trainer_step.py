@@ -25,12 +25,14 @@ def trainer_script(
     settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2
 ) -> Callable[[Session], None]:
     def script(session: Session) -> None:
-        _TrainerLoop(session, settings, compute_loss).run(steps)
+        TrainerLoop(session, settings, compute_loss).run(steps)
 
     return script
 
 
-class _TrainerLoop:
+class TrainerLoop:
+    """What the Trainer holds while it trains; `run` is `_run_epoch`."""
+
     def __init__(self, session: Session, settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None) -> None:
         self.session, self.settings, self._compute_loss = session, settings, compute_loss
         self.model = session.model
@@ -39,7 +41,8 @@ class _TrainerLoop:
         self.accepts_loss_kwargs = _accepts_loss_kwargs(self.model)
         self.smoother = _label_smoother(settings)
 
-    def run(self, steps: int) -> None:
+    def run(self, steps: int) -> Any:
+        """Some optimizer steps; returns the optimizer, which holds its state."""
         recorder = self.session.recorder
         recorder.phase = "forward"
         total_loss = torch.zeros(())
@@ -61,6 +64,7 @@ class _TrainerLoop:
                 norm = self._optimizer_step(optimizer)  # noqa: F841 - the Trainer holds it until the next step
             self.model.zero_grad()
         recorder.costing = False
+        return optimizer
 
     def _count_items(self, window: list[dict[str, Any]]) -> Any:
         if not self.accepts_loss_kwargs or any(not isinstance(batch.get("labels"), torch.Tensor) for batch in window):
@@ -90,13 +94,16 @@ class _TrainerLoop:
         labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
         if self.accepts_loss_kwargs and items is not None:
             inputs["num_items_in_batch"] = items
-        with self._autocast():
-            outputs = self.model(**inputs)
-        outputs = self._in_float32(outputs)
+        outputs = self.forward(inputs)
         self._classify_logits(outputs)
         if labels is not None:
             return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), num_items_in_batch=items)
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+    def forward(self, inputs: dict[str, Any]) -> Any:
+        with self._autocast():
+            outputs = self.model(**inputs)
+        return self._in_float32(outputs)
 
     def _autocast(self) -> Any:
         if self.autocast_dtype is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.estimate.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
+from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
+from hfopt.estimate.allocator_options import AllocatorOptions, parse_alloc_conf
 from hfopt.units import MIB
 
 

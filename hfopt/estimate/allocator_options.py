@@ -1,0 +1,40 @@
+"""PYTORCH_CUDA_ALLOC_CONF, read: what of it changes how memory is taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfopt.errors import ConfigError
+from hfopt.units import MIB
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AllocatorOptions:
+    """The allocator's settings; the defaults are PyTorch's."""
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+    garbage_collection_threshold: float | None = None
+    roundup_power2_divisions: int | None = None
+
+
+def parse_alloc_conf(text: str | None) -> AllocatorOptions:
+    """'max_split_size_mb:128,expandable_segments:True' -> options. Keys that do not change sizes are passed over."""
+    found: dict[str, str] = {}
+    for item in (text or "").replace(" ", "").split(","):
+        key, colon, value = item.partition(":")
+        if item and not colon:
+            raise ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: {item!r} is not of the form key:value")
+        found[key] = value
+    try:
+        split = found.get("max_split_size_mb")
+        threshold = found.get("garbage_collection_threshold")
+        divisions = found.get("roundup_power2_divisions")
+        return AllocatorOptions(
+            expandable_segments=found.get("expandable_segments", "").lower() == "true",
+            max_split_bytes=int(split) * MIB if split else None,
+            garbage_collection_threshold=float(threshold) if threshold else None,
+            roundup_power2_divisions=int(divisions) if divisions and divisions.isdigit() else None,
+        )
+    except ValueError as error:
+        raise ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: {error}", hint="for example max_split_size_mb:128") from error
