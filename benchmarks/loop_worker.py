@@ -1,7 +1,8 @@
 """Estimates the plain fp32 training loop of the xMem study: reads rows as JSON on stdin, prints an estimate for each.
 
-The loop (stated with the data): `outputs = model(**batch); outputs.loss.backward(); optimizer.step()`, no autocast, no clipping; outputs,
-loss and batch live until the next iteration overwrites them. Run with transformers 4.51.3, whose modelling code the rows were measured with.
+The loop, as stated with the data: `outputs = model(**batch); outputs.loss.backward(); optimizer.step()`, no autocast, no clipping;
+outputs, loss and batch live until the next iteration overwrites them. Run with
+transformers 4.51.3, whose modelling code the rows were measured with.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class CachingAllocator:
         return tail
 
     def _next_segment(self, size: int) -> _Segment:
-        """Between equal blocks the lower address is taken, and each new segment lies below the last: the driver hands out addresses downwards."""
+        """Of equal blocks the one at the lower address is taken, and the driver hands out addresses downwards."""
         self._segments -= 1
         return _Segment(self._segments, size)
 

@@ -36,12 +36,12 @@ class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
         self._embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         super().__init__(groups, {"lr": 5e-5})
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not self.state[parameter]:
-                    self._start(parameter)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not self.state[parameter]:
+                        self._start(parameter)
 
     def _start(self, parameter: torch.Tensor) -> None:
         eight = self._eight_bit and parameter.numel() >= _SMALLEST_8BIT and parameter not in self._embeddings

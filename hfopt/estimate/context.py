@@ -1,7 +1,8 @@
 """What a process holds on the card besides PyTorch's allocator: the CUDA context and the kernels loaded on first use.
 
-The driver sets local memory aside for every thread that can be resident, so a context grows with the card: base + bytes per resident thread.
-Two published figures give the line, others check it (NVML or nvidia-smi after the first CUDA call, lazily loaded kernels):
+The driver sets local memory aside for every thread that can be resident, so a context grows with the card: a base and so many bytes
+per resident thread. Two published figures give the line, others check it (NVML or nvidia-smi after the first CUDA call, kernels loaded
+lazily):
 
     RTX 4060, 24 multiprocessors        107 MiB at most   xMem's runs (arXiv 2510.21048): total memory less the highest sample    line
     RTX 6000 Ada, 142 multiprocessors   426 MiB           unslothai/unsloth-zoo pull request 1053, torch 2.10, CUDA 13            line
@@ -24,7 +25,7 @@ _EAGER_KERNELS_BYTES = 913 * MIB  # the V100's 1343 MiB less the line; pytorch/p
 
 
 def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None = None, *, multiprocessors: int | None = None) -> int:
-    """Context and loaded kernels. Before CUDA 11.7 every kernel of PyTorch is loaded at once; without a card's size, its family's largest."""
+    """Context and loaded kernels. Before CUDA 11.7 all kernels are loaded at once; without a card's size, a common one of its family."""
     context = _BASE_BYTES + _BYTES_PER_THREAD * resident_threads(capability or (8, 0), multiprocessors)
     eager = cuda_version is not None and _version(cuda_version) < (11, 7)
     return context + (_EAGER_KERNELS_BYTES if eager else LOADED_KERNELS_BYTES)

@@ -1,8 +1,8 @@
 """Memory of an evaluation during training: its out-of-memory error comes at the first evaluation, hours in, when nobody looks.
 
 The Trainer's evaluation_loop runs the model without gradients beside weights and optimizer state. With metrics to compute, every batch's
-logits stay on the card, concatenated, until `eval_accumulation_steps` batches are done and they move to the host; without that setting until
-the end. At the last concatenation the old and the new tensor exist together.
+logits stay on the card, concatenated, until `eval_accumulation_steps` batches are done and they move to the host; without that
+setting until the end. At the last concatenation the old and the new tensor exist together.
 """
 
 from __future__ import annotations

@@ -48,10 +48,8 @@ def make_optimizer(model: Any, optim: str, optim_args: str | None = None) -> Any
         return Adafactor(groups, lr=_LR, scale_parameter=False, relative_step=False)
     if is_bitsandbytes(optim):
         return BitsAndBytes(model, groups, optim)
-    raise TraceError(
-        f"optim {optim!r} cannot be traced",
-        hint=f"traced are {', '.join(sorted((*_FOREACH, 'adamw_torch_fused', 'adafactor')))} and the 8-bit, paged and lion ones of bitsandbytes",
-    )
+    traced = ", ".join(sorted((*_FOREACH, "adamw_torch_fused", "adafactor")))
+    raise TraceError(f"optim {optim!r} cannot be traced", hint=f"traced are {traced} and those of bitsandbytes (8-bit, paged, lion)")
 
 
 def _options(optim_args: str | None, optim: str) -> dict[str, Any]:

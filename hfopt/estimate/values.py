@@ -74,12 +74,29 @@ class Values:
 
     def known_output(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The output of an operation whose shape depends on values, when the values are known."""
-        if func in _DYNAMIC or (func in _BOOLEAN_INDEX and _indexed_by_mask(args)):
+        if func in _BOOLEAN_INDEX and _indexed_by_mask(args):
+            return self._chosen_rows(func, args)
+        if func in _DYNAMIC:
             real = self._run_on_twins(func, args, kwargs, demand=True)
             if real is None:
                 return None
             return tree_map_only(torch.Tensor, self._faked, real)
         return None
+
+    def _chosen_rows(self, func: Any, args: Any) -> Any:
+        """What CUDA does with a mask in an index: nonzero(), here of its true values, and then an index by position."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                indices.append(index)
+                continue
+            real = twin(index)
+            if real is None:
+                return None
+            with _disable_current_modes():
+                positions = real.nonzero(as_tuple=True)
+            indices.extend(map(self._faked, positions))
+        return func(args[0], indices)
 
     def _faked(self, real: torch.Tensor) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(real)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hfopt.errors import ConfigError
 from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
 from hfopt.estimate.allocator_options import AllocatorOptions, parse_alloc_conf
 from hfopt.units import MIB
@@ -75,3 +76,20 @@ def test_a_split_limit_keeps_large_blocks_whole() -> None:
     allocator.free(0)
     allocator.allocate(1, 40 * MIB)
     assert allocator.reserved == 140 * MIB
+
+
+def test_the_environment_variable_is_read() -> None:
+    options = parse_alloc_conf("max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:True,backend:native")
+    assert options == AllocatorOptions(expandable_segments=True, max_split_bytes=128 * MIB, garbage_collection_threshold=0.8)
+    assert parse_alloc_conf(None) == AllocatorOptions()
+    with pytest.raises(ConfigError, match="max_split_size_mb"):
+        parse_alloc_conf("max_split_size_mb")
+
+
+def test_garbage_is_collected_above_the_threshold() -> None:
+    options = AllocatorOptions(garbage_collection_threshold=0.5)
+    allocator = CachingAllocator(options, capacity_bytes=200 * MIB)
+    allocator.allocate(0, 120 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 130 * MIB)
+    assert allocator.reserved == 130 * MIB

@@ -1,0 +1,111 @@
+"""What the recorder sees: values that steer, gradients added in place, models that cannot be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hfopt.errors import TraceError
+from hfopt.estimate.evaluation import Evaluation, evaluation_curve
+from hfopt.estimate.memory import estimate
+from hfopt.schema import Checkpointing, StepSettings, Workload
+
+Make = Callable[..., Workload]
+
+
+class _Model(torch.nn.Module):
+    """A linear layer and whatever a test does with its output."""
+
+    def __init__(self, then: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(256, 256)
+        self.then = then
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.then(self.linear(x), mask).float().sum()}
+
+
+def _workload(make: Make, then: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Workload:
+    def batch(size: int) -> dict[str, Any]:
+        return {"x": torch.zeros(size, 256), "mask": torch.ones(size, 4, dtype=torch.long)}
+
+    return replace(make(), build_model=lambda: _Model(then), make_batch=batch)
+
+
+def test_a_branch_on_the_mask_follows_its_true_values(tiny_gpt2: Make) -> None:
+    def branch(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return y if bool(mask.all()) else torch.cat([y] * 64)
+
+    cheap = estimate(_workload(tiny_gpt2, branch), StepSettings()).curve.peak(1024)
+    dear = estimate(_workload(tiny_gpt2, lambda y, mask: branch(y, mask * 0)), StepSettings()).curve.peak(1024)
+    assert dear.allocated_bytes > cheap.allocated_bytes + 1024 * 50 * 256 * 4
+
+
+def test_a_layer_that_may_be_skipped_is_not(tiny_gpt2: Make) -> None:
+    def skip(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return y if torch.rand([]) < 0.9 else torch.cat([y] * 64)
+
+    assert estimate(_workload(tiny_gpt2, skip), StepSettings()).curve.peak(1024).allocated_bytes > 1024 * 64 * 256 * 4
+
+
+def test_rows_chosen_by_a_known_mask_have_their_true_number(tiny_gpt2: Make) -> None:
+    def choose(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return y[mask[:, 0].bool()]
+
+    assert estimate(_workload(tiny_gpt2, choose), StepSettings()).curve.peak(8).allocated_bytes > 0
+
+
+def test_a_shape_that_depends_on_unknown_data_is_refused_with_the_line(tiny_gpt2: Make) -> None:
+    def choose(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return y[y > 0]  # the offending line
+
+    with pytest.raises(TraceError, match=r"test_trace\.py.*the offending line"):
+        estimate(_workload(tiny_gpt2, choose), StepSettings())
+
+
+def test_half_precision_keeps_half_the_activations(tiny_gpt2: Make) -> None:
+    workload = tiny_gpt2(n_embd=256, n_layer=3, vocab_size=64)
+    full, half = (estimate(workload, StepSettings(precision=p)).curve.peak(64).breakdown for p in ("fp32", "bf16"))
+    assert full is not None
+    assert half is not None
+    assert 0.4 < half.activations_bytes / full.activations_bytes < 0.9  # norms and softmax stay in float32
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "sgd", "paged_adamw_8bit", "lion_8bit", "adamw_bnb_8bit"])
+def test_optimizers_keep_their_own_state(tiny_gpt2: Make, optim: str) -> None:
+    workload = tiny_gpt2(n_embd=512, vocab_size=128)
+    weights = sum(p.numel() * 4 for p in workload.build_model().parameters())
+    state = estimate(workload, StepSettings(optim=optim)).curve.peak(1).breakdown
+    assert state is not None
+    share = {"adamw_torch_fused": 2, "adafactor": 0, "sgd": 0, "paged_adamw_8bit": 0, "lion_8bit": 0.25, "adamw_bnb_8bit": 0.5}[optim]
+    assert state.optimizer_bytes / weights == pytest.approx(share, abs=0.08)
+
+
+def test_an_optimizer_that_cannot_be_traced_is_named(tiny_gpt2: Make) -> None:
+    with pytest.raises(TraceError, match="galore_adamw"):
+        estimate(tiny_gpt2(), StepSettings(optim="galore_adamw"))
+
+
+def test_accumulation_keeps_gradients_through_the_second_micro_batch(tiny_gpt2: Make) -> None:
+    workload = tiny_gpt2(n_embd=256)
+    once, often = (estimate(workload, StepSettings(accumulation=n)).curve.peak(32).allocated_bytes for n in (1, 4))
+    assert often > once
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_fp16_with_a_scaler_and_both_kinds_of_checkpointing(tiny_gpt2: Make, reentrant: bool) -> None:
+    settings = StepSettings(precision="fp16", checkpointing=Checkpointing(every_n_layers=1, use_reentrant=reentrant))
+    assert estimate(tiny_gpt2(), settings).curve.peak(8).reserved_bytes > 0
+
+
+def test_evaluation_keeps_logits_until_they_are_moved(tiny_gpt2: Make) -> None:
+    workload = tiny_gpt2()
+    kept = evaluation_curve(workload, StepSettings(), Evaluation(batches=50)).peak(8)
+    moved = evaluation_curve(workload, StepSettings(), Evaluation(batches=50, accumulation_steps=4)).peak(8)
+    one_batch = 8 * 64 * 1000 * 4
+    assert kept.allocated_bytes - moved.allocated_bytes > 40 * one_batch
+    assert "evaluation" in (kept.moment or "")
