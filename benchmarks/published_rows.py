@@ -113,6 +113,8 @@ def read_cases(path: Path) -> tuple[list[Case], list[tuple[Row, str]]]:
             cases.append(_case(row))
         except (NotACase, HardwareError) as error:
             skipped.append((row, str(error)))
+        except (ValueError, KeyError) as error:
+            skipped.append((row, f"cannot be read: {error}"))
     return cases, skipped
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
+from hfopt.errors import HfoptError
 from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import speed_of
 from hfopt.estimate.step_time import Ranks, StepTimer
@@ -211,8 +212,12 @@ def main() -> None:
     traced: dict[Any, Kernels] = {}
     found = []
     for case in cases:
-        if case.key not in traced:
-            traced[case.key] = kernels(case)
+        try:
+            if case.key not in traced:
+                traced[case.key] = kernels(case)
+        except HfoptError as error:
+            skipped.append((case.row, str(error)))
+            continue
         found.append(predict(case, traced[case.key]))
     _print(found, skipped, rows=options.rows)
     ours, plain = compare(found, lambda one: one.samples_per_s), compare(found, lambda one: one.roofline_samples_per_s)

@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     def _gone(self, key: int, _: object) -> None:
         block = self._blocks.pop(key)
         del self._references[key]
-        if block != _HOST and self._owner[block] == key:
+        if block != _HOST and self._owner.get(block) == key:
             self.release(block)
             del self._owner[block]
 
