@@ -134,7 +134,7 @@ def _judge(ended: child.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehe
     frame = replace(frame, script_exit_code=code)
     if oom is not None:
         where = oom["phase"] + (f" ({oom['part']})" if oom["part"] else "")
-        when = f"at step {oom['step']}, {where}" if oom["step"] else f"in {where}"
+        when = f"at step {oom['step']}, {where.removeprefix('step 1: ')}" if oom["step"] else f"in {where}"
         message = f"out of memory {when}: {oom['message']}"
         return replace(frame, outcome="oom", message=message, oom_step=oom["step"], oom_phase=oom["phase"])
     if ended.reason == "timeout":

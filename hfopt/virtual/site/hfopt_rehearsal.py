@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 LOAD, OPTIMIZER, LATER, BETWEEN = "model load", "step 1: optimizer", "later steps", "between phases"
 _WAIT_FOR_OTHERS_S = 30.0
-_OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_OOM_WORDS = ("out of memory", "out-of-memory error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def is_oom(error: BaseException | None) -> bool:
@@ -80,11 +80,11 @@ class Recorder:
         if self.report["oom"] is not None:
             self.report["survived_ooms"] += 1
         self._close()
-        started = self.by_trainer and self.phase != LOAD
+        started = bool(self.report["steps_done"]) or (self.by_trainer and self.phase != LOAD)
         self.report["oom"] = {
-            "phase": self.phase if self.by_trainer or self.report["steps_done"] else "model load or the first step",
+            "phase": self.phase if self.by_trainer or started else "model load or the first step",
             "part": self.part,
-            "step": self.report["steps_done"] + 1 if started or self.report["steps_done"] else None,
+            "step": self.report["steps_done"] + (self.phase not in ("evaluation", "saving")) if started else None,
             "message": str(error).partition(" Including non-PyTorch")[0].partition("\n")[0] or type(error).__name__,
         }
         self.write()
