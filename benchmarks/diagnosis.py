@@ -37,15 +37,18 @@ HEALTHY = "healthy"
 
 class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __init__(self, count: int = 512, length: int = 64, padding: int = 0) -> None:
-        self.count, self.length, self.padding = count, length, padding
+        mask = torch.ones(length, dtype=torch.long)
+        mask[length - padding :] = 0
+        self.rows = [
+            {"input_ids": torch.full((length,), index % 90 + 1), "attention_mask": mask, "labels": torch.tensor(index % 2)}
+            for index in range(count)
+        ]
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        mask = torch.ones(self.length, dtype=torch.long)
-        mask[self.length - self.padding :] = 0
-        return {"input_ids": torch.full((self.length,), index % 90 + 1), "attention_mask": mask, "labels": torch.tensor(index % 2)}
+        return self.rows[index]
 
 
 class Collator:
@@ -53,7 +56,8 @@ class Collator:
         self.seconds = seconds
 
     def __call__(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        time.sleep(self.seconds)
+        if self.seconds:  # even a sleep of nothing gives the processor away
+            time.sleep(self.seconds)
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -147,7 +151,7 @@ def real_run(name: str) -> set[str]:
 
 def ranks_run(name: str) -> set[str]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", __file__]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
         done = subprocess.run([*command, "--worker", name, folder], capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             raise SystemExit(f"{name}: {done.stderr[-2000:]}")

@@ -36,7 +36,7 @@ def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tup
     causes = {one.cause for one in found}
     slowed = causes & {"input_bound", "pcie_bound", "slow_rank", "shared_gpu", "throttled"}
     others_known = run.world_size == 1 or bool(run.lags)  # who waits for a slow rank looks idle as well
-    if not slowed and others_known and (launch := _launch_bound(window, run, limits)) is not None:
+    if not slowed - {"input_bound"} and others_known and (launch := _launch_bound(window, run, limits)) is not None:
         found.append(launch)
         slowed.add("launch_bound")
     if (
@@ -128,7 +128,8 @@ def _launch_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding 
     known = [share < limit for share, limit in ((mfu, limits.idle_mfu), (power, limits.idle_power)) if share is not None]
     little_work = bool(known) and all(known) and (bandwidth is None or bandwidth < limits.idle_bandwidth)
     gaps = gpu is None or (sm is not None and sm < limits.busy_sm) or len(known) == 2
-    if not little_work or not gaps or data_share(window) >= limits.data_wait or not one_busy_core(window, limits):
+    waiting = data_share(window) >= (limits.mostly_waiting if mfu is not None else limits.data_wait)  # only MFU can be freed of the waits
+    if not little_work or not gaps or waiting or not one_busy_core(window, limits):
         return None
     evidence = {
         "mfu": mfu,

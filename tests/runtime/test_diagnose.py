@@ -12,7 +12,8 @@ from hfopt.runtime.diagnose import diagnose
 from hfopt.schema import Change, GpuWindow, RankLag, RunFacts, Window
 from hfopt.units import GIB
 
-IDLE = {"mfu": 0.04, "gpu": card(sm_util=spread(0.55), memory_util=spread(0.1), power_w=spread(55.0))}
+IDLE_CARD = (card(sm_util=spread(0.55), memory_util=spread(0.1), power_w=spread(55.0)),)
+IDLE = {"mfu": 0.04, "gpu": IDLE_CARD[0]}
 ILL: dict[str, tuple[Window, RunFacts]] = {
     "input_bound": (window(times={"data_wait_s": 40.0}, mfu=0.2, gpu=card(sm_util=spread(0.5))), facts()),
     "launch_bound": (window(**IDLE), facts()),
@@ -91,6 +92,12 @@ def test_a_host_that_runs_ahead_hides_its_wait_while_the_card_is_busy() -> None:
     waiting = window(times={"data_wait_s": 30.0}, synced=False)
     assert "input_bound" not in causes(waiting)
     assert "input_bound" in causes(replace(waiting, gpus=(card(sm_util=spread(0.5)),)))
+
+
+def test_small_kernels_between_short_waits_are_told_beside_the_waits() -> None:
+    assert causes(replace(window(times={"data_wait_s": 15.0}), mfu=0.03, gpus=IDLE_CARD)) == {"input_bound", "launch_bound"}
+    assert causes(replace(window(times={"data_wait_s": 15.0}), mfu=None, gpus=IDLE_CARD)) == {"input_bound"}
+    assert causes(replace(window(times={"data_wait_s": 90.0}), mfu=0.03, gpus=IDLE_CARD)) == {"input_bound"}
 
 
 def test_too_few_steps_say_nothing() -> None:

@@ -17,6 +17,7 @@ class Thresholds:
     min_steps: int = 5  # fewer say nothing about the steady state
     min_seconds: float = 0.5  # less is noise of the machine
     data_wait: float = 0.15  # of the training time
+    mostly_waiting: float = 0.40  # from here on what is done between the waits does not matter
     eval_share: float = 0.25  # of the wall clock; validating as often as one learns costs about a third
     logging_share: float = 0.08
     save_share: float = 0.12

@@ -102,8 +102,9 @@ class InputWatch:
             self._add(int(host.item()), size)
 
     def _add(self, unmasked: int, size: int) -> None:
-        self._unmasked += unmasked
-        self._masked += size - unmasked
+        if 0 <= unmasked <= size:
+            self._unmasked += unmasked
+            self._masked += size - unmasked
 
     @harmless(_PART)
     def _after(self, module: Any, args: Any, output: Any) -> None:
