@@ -30,7 +30,6 @@ def check(
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = 1,
 ) -> None:
     """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything."""
-    from hfopt.config.edit import upgrade as upgraded
     from hfopt.config.load import load_bytes
 
     if upgrade and as_json and output is None:
@@ -39,7 +38,7 @@ def check(
         raise ConfigError("-o needs something to write", hint="add --upgrade or --json")
     source, name = _read(config)
     loaded = load_bytes(source, name, section=section, world_size=world_size)
-    edited = upgraded(loaded) if upgrade else None
+    edited = _upgraded(loaded) if upgrade else None
     if as_json:
         text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         write_out(text.encode(), None if upgrade else output)
@@ -66,6 +65,12 @@ def _findings(loaded: Loaded) -> list[Problem]:
     return [problem for problem in loaded.problems if problem.severity != "note"]
 
 
+def _upgraded(loaded: Loaded) -> Edited:
+    from hfopt.config.edit import upgrade
+
+    return upgrade(loaded)
+
+
 def _findings_left(edited: Edited, section: str | None, world_size: int) -> list[Problem]:
     from hfopt.config.load import load_document
 
@@ -76,19 +81,29 @@ def _findings_left(edited: Edited, section: str | None, world_size: int) -> list
 
 
 def _tell(loaded: Loaded, edited: Edited | None) -> None:
+    """One line for each finding, as compilers write them, so that editors can jump there."""
+    lines: list[list[tuple[str, str]]] = []
+    for problem in loaded.problems:
+        where = f"{problem.place.path}:{problem.place.line}:{problem.place.column}" if problem.place else loaded.document.path
+        lines.append([(f"{where}: ", ""), (problem.severity, _COLOURS[problem.severity]), (f": {problem.message}", "")])
+        if problem.fix is not None:
+            lines.append([("    fix: ", "green"), (problem.fix, "")])
+    for stale in edited.stale_comments if edited is not None else ():
+        where = f"{stale.place.path}:{stale.place.line}:{stale.place.column}"
+        lines.append([(f"{where}: the comment still states the old value {stale.old_value}: {stale.comment}", "")])
+    lines.extend([(line, "")] for line in _summary(loaded, upgraded=edited is not None))
+    _write(lines)
+
+
+def _write(lines: list[list[tuple[str, str]]]) -> None:
+    if not sys.stderr.isatty():  # no colours, so no need of rich, which takes longer to import than the config to read
+        sys.stderr.write("".join("".join(words for words, _ in line) + "\n" for line in lines))
+        return
     from rich.text import Text
 
     console = people()
-    for problem in loaded.problems:
-        where = f"{problem.place.path}:{problem.place.line}:{problem.place.column}" if problem.place else loaded.document.path
-        console.print(Text.assemble(f"{where}: ", (problem.severity, _COLOURS[problem.severity]), f": {problem.message}"))
-        if problem.fix is not None:
-            console.print(Text.assemble(("    fix: ", "green"), problem.fix))
-    for stale in edited.stale_comments if edited is not None else ():
-        where = f"{stale.place.path}:{stale.place.line}:{stale.place.column}"
-        console.print(Text(f"{where}: the comment still states the old value {stale.old_value}: {stale.comment}"))
-    for line in _summary(loaded, upgraded=edited is not None):
-        console.print(Text(line))
+    for line in lines:
+        console.print(Text.assemble(*line))
 
 
 def _summary(loaded: Loaded, *, upgraded: bool) -> list[str]:

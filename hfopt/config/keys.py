@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -169,7 +169,7 @@ def kin(key: str) -> tuple[str, ...]:
 
 @cache
 def _known_keys() -> dict[str, Any]:
-    table: dict[str, Any] = tomllib.loads(files("hfopt.config").joinpath("known_keys.toml").read_text(encoding="utf-8"))
+    table: dict[str, Any] = tomllib.loads(Path(__file__).with_name("known_keys.toml").read_text(encoding="utf-8"))
     return table
 
 
