@@ -77,7 +77,8 @@ class Tracer:
     def record(self, script: Script, batch_size: int) -> Trace:
         trace = Trace(batch_size)
         recorder = Recorder(trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count)
-        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), warnings.catch_warnings():
+        plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
+        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), warnings.catch_warnings(), plain:
             warnings.simplefilter("ignore")  # the model's own warnings were shown when it was built
             torch.manual_seed(0)
             real = self._make_batch(batch_size)
