@@ -17,7 +17,9 @@ _EXIT_CODES = {"fits": 0, "unsupported": 1, "oom": 3, "incomplete": 4, "timeout"
 
 
 def rehearse(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="The training command: python train.py --config c.yaml")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND", help="The training command, after --: python train.py ...", show_default=False)
+    ],
     gpu: str = typer.Option(..., "--gpu", help="The card to stand in for, as `hfopt gpus` lists them."),
     num_gpus: int = typer.Option(1, "--num-gpus", min=1, max=16, help="How many of them the machine has."),
     steps: int = typer.Option(3, "--steps", min=1, help="Optimizer steps to run before the evaluation and the checkpoint."),

@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,10 @@ def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Pa
 
 
 def _write_order(job: TrainJob, candidate: Candidate, device: Device, steps: int, folder: Path) -> None:
-    order = {"job": job, "candidate": candidate, "device": device, "steps": steps}
+    plain = replace(
+        job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides))
+    )  # read-only views do not travel
+    order = {"job": plain, "candidate": candidate, "device": device, "steps": steps}
     (folder / "job.pickle").write_bytes(pickle.dumps(order))
 
 

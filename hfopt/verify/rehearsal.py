@@ -62,13 +62,15 @@ def normal_command(command: Sequence[str]) -> list[str]:
 
 
 def _interpreter(words: Sequence[str]) -> str | None:
-    """Whose torch runs: the command's own Python, or the one beside an entry point such as torchrun. None: this one."""
+    """Whose torch runs: the command's own Python, or that of an entry point such as torchrun, by its first line. None: this one."""
     found = shutil.which(words[0])
     assert found is not None
     if Path(found).name.startswith("python"):
         return found
-    beside = Path(found).parent / "python"
-    return str(beside) if beside.exists() else None
+    with Path(found).open("rb") as stream:
+        first = stream.readline(512)
+    interpreter = first.removeprefix(b"#!").decode(errors="replace").strip()
+    return interpreter if first.startswith(b"#!/") and Path(interpreter).name.startswith("python") else None
 
 
 def _read_reports(folder: Path) -> list[dict[str, Any]]:
@@ -143,6 +145,9 @@ def _judge(ended: child.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehe
         )
     if not done:
         return replace(frame, **_unfinished(ended, reports, frame.steps_done, steps))
+    if not frame.phases:
+        message = "the script trained on the CPU and never used the card; look for use_cpu, no_cuda or CUDA_VISIBLE_DEVICES in it"
+        return replace(frame, outcome="incomplete", message=message)
     if too_much := _evaluation_beyond_card(reports, frame):
         return replace(frame, outcome="oom", message=too_much, oom_phase="evaluation")
     if frame.findings:

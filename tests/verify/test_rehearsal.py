@@ -180,6 +180,24 @@ def test_a_killed_script_is_told_from_a_failed_one(card: Gpu) -> None:
     assert failed.message == "the script itself failed with exit code 1: ValueError: --tf32 requires Ampere"
 
 
+def test_a_script_that_never_touched_the_card_has_not_fitted_it(card: Gpu) -> None:
+    seen = _judged([_report(phases={})], card)
+    assert seen.outcome == "incomplete"
+    assert "trained on the CPU" in seen.message
+
+
+def test_the_interpreter_behind_an_entry_point_is_found(tmp_path: Path) -> None:
+    launcher = tmp_path / "torchrun"
+    launcher.write_text("#!/opt/env/bin/python3.11\n")
+    launcher.chmod(0o755)
+    shell = tmp_path / "run"
+    shell.write_text("#!/bin/sh\n")
+    shell.chmod(0o755)
+    assert rehearsal._interpreter([str(launcher)]) == "/opt/env/bin/python3.11"
+    assert rehearsal._interpreter([str(shell)]) is None
+    assert rehearsal._interpreter([sys.executable]) == sys.executable
+
+
 def test_commands_are_completed_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.touch()
