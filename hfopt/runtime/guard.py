@@ -38,6 +38,7 @@ class Guard:
         self.refusal: Refusal | None = None
         self.pieces = Pieces(trainer, trainer.training_step, self._before_backward, self._last_piece)
         self.fit = Fit(trainer, memory=memory, log=log, settings=settings)
+        self._device: torch.device = trainer.args.device  # a property that looks at the installed packages each time
         self._get_batch_samples = trainer.get_batch_samples
         self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
         self._window: Window | None = None
@@ -79,7 +80,7 @@ class Guard:
 
     def _begin(self, window: Window, model: Any) -> None:
         if window.index == 0:
-            window.rng = rng.snapshot()
+            window.rng = rng.snapshot(self._device)
         window.counters = self.pieces.counters.snapshot()
         if self._ranks is not None:
             self._ranks.begin(model, window_begins=window.index == 0)
@@ -138,7 +139,7 @@ class Guard:
         known = oom.recognise(error)
         if known is None:
             return None
-        now = device.read(self.trainer.args.device)
+        now = device.read(self._device)
         inputs = window.batches[window.index]
         size = self.pieces.size(inputs)
         seen = OomSeen(
@@ -161,7 +162,7 @@ class Guard:
     def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
         model.zero_grad()
-        device.clear(self.trainer.args.device)
+        device.clear(self._device)
         if isinstance(failure, PeerFailed):
             word = failure.word
         else:
@@ -204,7 +205,7 @@ class Guard:
         self._told = True
         window = self._window
         after_backward = window is not None and window.done
-        now = device.read(self.trainer.args.device)
+        now = device.read(self._device)
         seen = OomSeen(
             phase="optimizer" if after_backward else "unknown",
             step=self.trainer.state.global_step,

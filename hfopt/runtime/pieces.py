@@ -121,7 +121,7 @@ class Pieces:
 
     def find_rule(self, model: Any, inputs: Inputs, num_items: Any, size: int) -> Rule | Refusal:
         bare = self._accelerator.unwrap_model(model)
-        before, state = self.counters.snapshot(), rng.snapshot()
+        before, state = self.counters.snapshot(), rng.snapshot(self.trainer.args.device)
         try:
             with exactness.evaluating(bare):
                 found = exactness.find_rule(

@@ -15,11 +15,14 @@ class RngState:
     python: Any
     numpy: Any
     cpu: torch.Tensor
+    device_type: str
     device: torch.Tensor | None
 
 
-def snapshot() -> RngState:
-    return RngState(python=random.getstate(), numpy=np.random.get_state(), cpu=torch.get_rng_state(), device=_device_state())
+def snapshot(device: torch.device) -> RngState:
+    """Of the host's generators and of the device's current one."""
+    state = getattr(torch, device.type).get_rng_state() if device.type != "cpu" else None
+    return RngState(python=random.getstate(), numpy=np.random.get_state(), cpu=torch.get_rng_state(), device_type=device.type, device=state)
 
 
 def restore(state: RngState) -> None:
@@ -27,18 +30,4 @@ def restore(state: RngState) -> None:
     np.random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
     if state.device is not None:
-        _device_module().set_rng_state(state.device)
-
-
-def _device_module() -> Any:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda
-    if torch.backends.mps.is_available():
-        return torch.mps
-    return None
-
-
-def _device_state() -> torch.Tensor | None:
-    module = _device_module()
-    state: torch.Tensor | None = module.get_rng_state() if module is not None else None
-    return state
+        getattr(torch, state.device_type).set_rng_state(state.device)

@@ -139,7 +139,11 @@ class Lab:
 
     @staticmethod
     def history(trainer: Any) -> list[tuple[int, float, float, float]]:
-        return [(row["step"], row["loss"], row["learning_rate"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+        return [
+            (row["step"], row["loss"], row["learning_rate"], row.get("grad_norm", 0.0))
+            for row in trainer.state.log_history
+            if "loss" in row
+        ]
 
     def assert_same_run(self, trainer: Any, undisturbed: Any, relative: float = 1e-6) -> None:
         mine, theirs = (torch.cat([p.detach().double().flatten() for p in t.model.parameters()]) for t in (trainer, undisturbed))

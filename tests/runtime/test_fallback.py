@@ -242,14 +242,14 @@ def test_nothing_fits_ends_with_the_smallest_change(lab: Any, too_small: Any, la
 def test_an_oom_in_the_optimizer_is_never_retried(lab: Any, tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("HFOPT_HANDOFF", str(tmp_path / "handoff.json"))
     trainer = hfopt.protect(lab.trainer("causal"))
-    trainer.create_optimizer()
     calls = []
 
-    def failing_step(*args: Any, **more: Any) -> None:
-        calls.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(trainer.optimizer, "step", failing_step)
+    trainer.optimizer = Failing(trainer.model.parameters(), lr=0.1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
     handed = json.loads((tmp_path / "handoff.json").read_text())
