@@ -45,9 +45,9 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return STEPS * BATCH * ACCUMULATION
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(3, 256, (32,), generator=torch.Generator().manual_seed(i))
+        ids = torch.randint(3, 256, (16,), generator=torch.Generator().manual_seed(i))
         labels = ids.clone()
-        labels[4 + i % 28 :] = -100
+        labels[2 + i % 14 :] = -100
         return {"input_ids": ids, "labels": labels}
 
 
@@ -93,7 +93,7 @@ class Shortage:
 def run(kind: str, *, fails: bool) -> tuple[Outcome, torch.Tensor]:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2
     )
     watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
