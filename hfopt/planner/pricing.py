@@ -16,6 +16,7 @@ from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, MemoryPeak, StepSettings, StepTime, Workload
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
+SMALL_SHARE = 0.01
 LIGHTEST_PRECISION = 0.4  # of another precision's memory that one takes at the least: halves of all, less what stays float32
 
 
@@ -96,14 +97,16 @@ class Pricing:
 
     def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
         peak = self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments)
-        if not self.offset_bytes:
+        added = self.offset_bytes
+        if self._small_gradients and candidate.accumulation > 1:
+            added += 4 * self.workload.trainable_parameters
+        if not added:
             return peak
-        breakdown = peak.breakdown and replace(peak.breakdown, gradients_bytes=peak.breakdown.gradients_bytes + self.offset_bytes)
         return replace(
             peak,
-            allocated_bytes=peak.allocated_bytes + self.offset_bytes,
-            reserved_bytes=peak.reserved_bytes + self.offset_bytes,
-            breakdown=breakdown,
+            allocated_bytes=peak.allocated_bytes + added,
+            reserved_bytes=peak.reserved_bytes + added,
+            breakdown=peak.breakdown and replace(peak.breakdown, gradients_bytes=peak.breakdown.gradients_bytes + added),
         )
 
     def nearest_memory(self, candidate: Candidate) -> MemoryPeak:
@@ -119,13 +122,18 @@ class Pricing:
     def estimate(self, candidate: Candidate) -> Estimate:
         return self._estimate(self.settings(candidate))
 
+    @property
+    def _small_gradients(self) -> bool:
+        """Adapters: what accumulation holds through the forward is below a hundredth of the budget, and is added instead of traced."""
+        return 4 * self.workload.trainable_parameters <= SMALL_SHARE * self.budget_bytes
+
     def settings(self, candidate: Candidate) -> StepSettings:
         """The candidate as the tracer knows it, without what does not change a trace."""
         return replace(
             self.base,
             precision="fp32" if candidate.precision == "tf32" else candidate.precision,
             checkpointing=candidate.checkpointing,
-            accumulation=min(candidate.accumulation, 2),
+            accumulation=1 if self._small_gradients else min(candidate.accumulation, 2),
             optim=candidate.optim or self.base.optim,
             attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
         )
@@ -167,7 +175,8 @@ class Pricing:
 
     def _limit(self, settings: StepSettings) -> int | None:
         if settings not in self._limits:
-            self._limits[settings] = self._estimate(settings).curve.largest_batch(self.budget_bytes - self.offset_bytes)
+            held = 4 * self.workload.trainable_parameters if self._small_gradients else 0
+            self._limits[settings] = self._estimate(settings).curve.largest_batch(self.budget_bytes - self.offset_bytes - held)
         return self._limits[settings]
 
     def _gradient_bytes(self, settings: StepSettings) -> int:
