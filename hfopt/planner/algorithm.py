@@ -71,7 +71,7 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
 
     pricing.expect(_likely(candidates(space), device))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
-    found = best_first(candidates(space), pricing, device.budget_bytes, current=current.precision)
+    found = best_first(candidates(space), pricing, device.budget_bytes, current=current)
     neutrality = _neutrality(subject, request, space, found, progress)
     if neutrality is not None and not neutrality.neutral:
         found = _with_accumulation(job.accumulation, space, pricing, found, current)
@@ -176,7 +176,7 @@ def _neutrality(subject: Subject, request: Request, space: Space, found: Found, 
 
 def _with_accumulation(accumulation: int, space: Space, pricing: Pricing, free: Found, current: Candidate) -> Found:
     """The search again with the config's accumulation; where that does not fit, the free answer stands, and the advice says so."""
-    kept = best_first(candidates(replace(space, accumulation=accumulation)), pricing, pricing.budget_bytes, current=current.precision)
+    kept = best_first(candidates(replace(space, accumulation=accumulation)), pricing, pricing.budget_bytes, current=current)
     if not kept.ranked:
         return free
     reason = f"would change the gradients: the model is not neutral to accumulation, which stays at {accumulation}"

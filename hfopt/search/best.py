@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hfopt.schema import Candidate, Precision, Rejection, StepTime
+from hfopt.schema import Candidate, Rejection, StepTime
 from hfopt.search.feasible import split
 from hfopt.search.rank import TIE, rank
 
@@ -42,7 +42,7 @@ class Found:
     rejected: tuple[Rejection, ...]
 
 
-def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Precision | None = None) -> Found:
+def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Candidate | None = None) -> Found:
     """The candidates that fit in their order, and the others with their reasons."""
     heap = [(models.bound_s(candidate), False, index) for index, candidate in enumerate(candidates)]
     heapq.heapify(heap)

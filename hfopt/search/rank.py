@@ -1,19 +1,19 @@
 """The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
 
 Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps, a batch that is a
-multiple of 8 (tensor cores and their padding), no checkpointing, the precision the user has, and then the smaller batch.
+multiple of 8 (tensor cores and their padding), no checkpointing, the checkpointing and the precision the user has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hfopt.schema import Candidate, Precision, StepTime, TimeModel
+from hfopt.schema import Candidate, StepTime, TimeModel
 
 TIE = 0.01
 
 
-def rank(candidates: Iterable[Candidate], time: TimeModel, *, current: Precision | None = None) -> tuple[tuple[Candidate, StepTime], ...]:
+def rank(candidates: Iterable[Candidate], time: TimeModel, *, current: Candidate | None = None) -> tuple[tuple[Candidate, StepTime], ...]:
     """Fastest first. All candidates share the effective batch, so the time of their optimizer step compares them."""
     priced = sorted(
         ((candidate, time(candidate)) for candidate in candidates), key=lambda pair: (pair[1].step_s, _preference(pair[0], current))
@@ -37,7 +37,7 @@ def why_it_lost(loser: StepTime, winner: StepTime) -> str:
     return f"{100 * slower:.1f} % slower ({loser.bound}-bound)" if slower > 0 else "faster by prediction"
 
 
-def _preference(candidate: Candidate, current: Precision | None) -> tuple[object, ...]:
+def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object, ...]:
     extras: Sequence[bool] = (
         candidate.torch_compile,
         candidate.use_liger_kernel,
@@ -49,8 +49,9 @@ def _preference(candidate: Candidate, current: Precision | None) -> tuple[object
         candidate.accumulation,
         candidate.per_device_batch % 8 != 0,
         candidate.checkpointing.on,
-        -candidate.checkpointing.every_n_layers,
-        candidate.precision != current,
+        current is not None and candidate.checkpointing != current.checkpointing,
+        current is not None and candidate.precision != current.precision,
+        candidate.checkpointing.every_n_layers,
         candidate.precision,
         candidate.per_device_batch,
     )

@@ -71,8 +71,9 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
         return None  # code of its own
     whole = {**transformers.CONFIG_MAPPING[model_type].from_dict(fields).to_dict(), "architectures": fields.get("architectures")}
     small = shrink({key: value for key, value in whole.items() if key != "transformers_version"})
+    still = job.model.lora and dataclasses.replace(job.model.lora, dropout=0.0)  # what it drops at random is no difference of gradients
     plain = dataclasses.replace(
-        job.model, overrides=small, quantization=None, weights_dtype="float32", task=workload.task, attn_implementation="eager"
+        job.model, overrides=small, lora=still, quantization=None, weights_dtype="float32", task=workload.task, attn_implementation="eager"
     )
     data = _SMALL_DATA if has_image_size(small) else dataclasses.replace(_SMALL_DATA, image_size=SMALL_IMAGE)
     for spec in (plain, dataclasses.replace(plain, attn_implementation=None), dataclasses.replace(plain, lora=None, frozen=())):

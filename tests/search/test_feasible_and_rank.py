@@ -43,7 +43,8 @@ def test_the_first_is_within_a_tie_of_the_fastest(effective: int, random: object
 
 
 def test_ties_go_to_fewer_accumulation_steps_then_multiples_of_eight_then_no_checkpointing() -> None:
-    ordered = rank(every(96), lambda candidate: step(1.0), current="fp32")
+    mine = Candidate(per_device_batch=8, accumulation=12, precision="fp32")
+    ordered = rank(every(96), lambda candidate: step(1.0), current=mine)
     assert ordered[0][0] == Candidate(per_device_batch=96, accumulation=1, precision="fp32")
     assert [c.accumulation for c, _ in ordered] == sorted(c.accumulation for c, _ in ordered)
 
