@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfopt.estimate.context import LOADED_KERNELS_BYTES, context_bytes
-from hfopt.estimate.inner_temporaries import Kernels
+from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import TRACED_BATCHES, MemoryCurve
 from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import combine

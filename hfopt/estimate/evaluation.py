@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hfopt.estimate.context import context_bytes
-from hfopt.estimate.inner_temporaries import Kernels
+from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import TRACED_BATCHES, MemoryCurve
 from hfopt.estimate.preparation import prepared
 from hfopt.estimate.session import Session, Tracer

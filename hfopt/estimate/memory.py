@@ -153,7 +153,7 @@ class Estimate:
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
-    from hfopt.estimate.inner_temporaries import Kernels
+    from hfopt.estimate.kernels import Kernels
     from hfopt.estimate.op_costs import cost
     from hfopt.estimate.op_groups import grouped
     from hfopt.estimate.preparation import prepared

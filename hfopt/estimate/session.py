@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfopt.errors import TraceError
 from hfopt.estimate.cuda_rules import cuda_rules
 from hfopt.estimate.fast_fake import FastFake
-from hfopt.estimate.inner_temporaries import Kernels
+from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.modules import ModuleNames
 from hfopt.estimate.trace import CostFunction, Recorder, Trace
 from hfopt.estimate.values import Values, attach

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.estimate.fast_fake import FastFake
 from hfopt.estimate.formulas import Formula
-from hfopt.estimate.inner_temporaries import Kept, Kernels, Sized
+from hfopt.estimate.inner_temporaries import order_on_cuda
+from hfopt.estimate.kernels import Kept, Kernels, Sized
 from hfopt.estimate.values import Values
 
 Phase = Literal["load", "forward", "backward", "optimizer", "evaluation"]
@@ -214,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if func in _HOST_FACTORIES and isinstance(out, torch.Tensor) and out.dim() == 0:
             self.leave_on_host(out)
             return
-        steps = self._kernels.order(func, args, kwargs, out)
+        steps = order_on_cuda(self._kernels, func, args, kwargs, out)
         if steps is None:
             if isinstance(out, torch.Tensor):
                 self.take(out, op=func)

@@ -1,0 +1,120 @@
+"""The estimate against PyTorch's own allocator: whole HF Trainer runs on the virtual GPU, at batch sizes that were never traced.
+
+usage: python benchmarks/virtual_accuracy.py [--only TEXT] [--every N] [--python PYTHON]
+
+Seven model families × fp32, bf16, fp16 × checkpointing × accumulation 1 and 4, and some further models and optimizers. What is compared
+are torch.cuda.max_memory_allocated and max_memory_reserved; nothing here was measured on a real card. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from cases import Case, step_settings, trained_workload
+
+from hfopt.errors import HfoptError
+from hfopt.estimate.memory import estimate
+from hfopt.schema import Gpu
+from hfopt.units import GIB, MIB
+from hfopt.virtual.launch import environment
+
+HERE = Path(__file__).parent
+CARD = Gpu(name="Virtual card", memory_bytes=200 * GIB, capability=(8, 6), sms=28)
+
+FAMILIES = (
+    Case(model="google-bert/bert-base-uncased", batch=13, length=128),
+    Case(model="openai-community/gpt2", batch=5, length=256),
+    Case(model="google-t5/t5-small", batch=9, length=128),
+    Case(model="meta-llama/Llama-3.2-1B", batch=5, length=256, overrides={"num_hidden_layers": 4}, weights_dtype="float32"),
+    Case(model="Qwen/Qwen2.5-0.5B", batch=4, length=256, overrides={"num_hidden_layers": 6}, weights_dtype="float32"),
+    Case(model="google/vit-base-patch16-224", batch=11),
+    Case(model="facebook/wav2vec2-base", batch=5, audio_seconds=3.0, task="audio_classification", overrides={"layerdrop": 0.0}),
+)
+FURTHER = (
+    Case(model="facebook/opt-125m", batch=5, length=200),
+    Case(model="facebook/bart-base", batch=5, length=128),
+    Case(model="openai/whisper-tiny", batch=3),
+    Case(model="microsoft/swin-tiny-patch4-window7-224", batch=5),
+    Case(model="microsoft/deberta-v3-small", batch=5, length=128),
+    Case(model="google/gemma-3-270m", batch=3, length=128),
+    Case(model="mistralai/Mistral-7B-v0.1", batch=3, length=128, overrides={"num_hidden_layers": 2}, lora=True),
+    Case(model="meta-llama/Llama-3.2-1B", batch=3, length=256, overrides={"num_hidden_layers": 4}, weights_dtype="bfloat16"),
+    Case(model="openai-community/gpt2", batch=5, length=256, optim="adamw_torch_fused"),
+    Case(model="openai-community/gpt2", batch=5, length=256, optim="adafactor"),
+    Case(model="openai-community/gpt2", batch=5, length=256, optim="sgd", max_grad_norm=0.0),
+    Case(model="openai-community/gpt2", batch=5, length=256, label_smoothing=0.1),
+)
+
+
+def matrix() -> Iterator[Case]:
+    for case, precision, checkpointing, accumulation in itertools.product(FAMILIES, ("fp32", "bf16", "fp16"), (False, True), (1, 4)):
+        yield replace(case, precision=precision, checkpointing=checkpointing, accumulation=accumulation)
+    yield from FURTHER
+
+
+def measured(cases: list[Case], python: str) -> Iterator[dict[str, Any]]:
+    env = environment(CARD, python=python)
+    env["PYTHONPATH"] = f"{HERE.parent}:{HERE}:{env['PYTHONPATH']}"
+    env["HF_HUB_OFFLINE"] = "1"
+    command = [python, str(HERE / "virtual_worker.py")]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        for case in cases:
+            worker.stdin.write(json.dumps(asdict(case)) + "\n")
+            worker.stdin.flush()
+            yield json.loads(worker.stdout.readline() or '{"failed": "the worker ended"}')
+
+
+def compare(case: Case, real: dict[str, Any]) -> tuple[float, float] | str:
+    """Errors of allocated and reserved in per cent, or why there are none."""
+    if "failed" in real:
+        return f"not run: {real['failed']}"
+    try:
+        peak = estimate(trained_workload(case), step_settings(case)).curve.peak(case.batch)
+    except HfoptError as error:
+        return f"not traced: {error}"
+    return 100 * (peak.allocated_bytes / real["allocated"] - 1), 100 * (peak.reserved_bytes / real["reserved"] - 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose title contains this")
+    parser.add_argument("--python", default=sys.executable, help="a Python with the CUDA build of torch")
+    parser.add_argument("--every", type=int, default=1, help="take each n-th case only")
+    arguments = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    cases = [case for case in matrix() if arguments.only in case.title][:: arguments.every]
+    errors: list[tuple[float, float]] = []
+    for case, real in zip(cases, measured(cases, arguments.python), strict=True):
+        found = compare(case, real)
+        if isinstance(found, str):
+            print(f"{case.title:70} {found}", flush=True)
+            continue
+        errors.append(found)
+        allocated_mib, reserved_mib = real["allocated"] / MIB, real["reserved"] / MIB
+        shown = f"allocated {allocated_mib:8.0f} MiB {found[0]:+6.2f} %   reserved {reserved_mib:8.0f} MiB {found[1]:+6.2f} %"
+        print(f"{case.title:70} {shown}", flush=True)
+    allocated, reserved = ([abs(pair[index]) for pair in errors] for index in (0, 1))
+    result = {
+        "n": len(errors),
+        "missing": len(cases) - len(errors),
+        "allocated_within_half_pct_share": sum(error <= 0.5 for error in allocated) / len(errors),
+        "allocated_max_pct": max(allocated),
+        "reserved_within_3pct_share": sum(error <= 3 for error in reserved) / len(errors),
+        "reserved_max_pct": max(reserved),
+    }
+    print(json.dumps({key: round(value, 4) for key, value in result.items()}))
+
+
+if __name__ == "__main__":
+    main()
