@@ -15,7 +15,7 @@ from hfopt.config.values import same
 from hfopt.errors import ConfigError
 from hfopt.schema import Change
 
-SETTINGS = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 KEYS = [
     "gradient_accumulation_steps",
     "learning_rate",

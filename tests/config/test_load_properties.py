@@ -16,7 +16,7 @@ from hfopt.config.load import load_bytes
 from hfopt.config.secrets import scrub
 from hfopt.errors import ConfigError
 
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NAMES = sorted({*installed().fields, *GONE, *ALIASES, *known_elsewhere(), "training", "model", "peft", "data", "lora", "defaults"})
 LIKELY = [
     "per_device_train_batch_size",
