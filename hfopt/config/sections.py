@@ -197,7 +197,7 @@ def _choose(sections: list[Section], data: dict[str, Any]) -> tuple[Section | No
 def _asked_for(document: Document, section: str, candidates: list[Section]) -> Section:
     path = tuple(section.split(".")) if section not in ("", ".") else ()
     for candidate in candidates:
-        if candidate.path == path:
+        if candidate.path == path or ".".join(candidate.path) == section:  # a key may have dots in it: Qwen2.5
             return candidate
     node = document.node(path)
     others = ", ".join(candidate.name for candidate in candidates if candidate.score >= 2)

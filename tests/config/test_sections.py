@@ -55,6 +55,10 @@ def test_a_selector_a_merge_or_a_name_decides(text: str, chosen: tuple[str, ...]
     assert [problem.severity for problem in loaded.problems if problem.code == "several_sections"] == ["note"]
 
 
+def test_a_key_with_dots_in_it_can_be_named() -> None:
+    assert batch(read(profiles("Qwen2.5", "Llama-3.1"), "profiles.Llama-3.1")) == 2
+
+
 def test_facts_come_from_the_profile_that_is_meant() -> None:
     text = (
         "small:\n  model: {name: tiny}\n  training: {per_device_train_batch_size: 1}\n"
