@@ -260,7 +260,7 @@ def main() -> None:
     print(f"{'':<10}{'ms per step':>12}{'wall':>10}{'CPU':>10}   against the plain run of the same round, median of {options.rounds}")
     for name, cost in costs.items():
         print(f"{name:<10}{cost['step_ms']:>12.2f}{100 * cost['wall_overhead']:>+9.2f}%{100 * cost['cpu_overhead']:>+9.2f}%")
-    own = accounted(20 * options.steps)
+    own = accounted(10 * options.steps)
     memory = {} if options.no_week else week()
     print(f"hfopt's own CPU time is {100 * own['share']:.3f} % of a {1e3 * TARGET_STEP_S:.0f} ms step ({own['us_per_step']:.0f} µs)")
     if memory:

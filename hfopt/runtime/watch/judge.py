@@ -22,6 +22,7 @@ class Judge:
         self._run, self._journal, self._say, self._warn_below = run, journal, say, warn_below
         self._recent: deque[Window] = deque(maxlen=256)
         self._alarms = Alarms()
+        self._told: set[str] = set()
         self._low_said = False
 
     def add(self, window: Window) -> None:
@@ -42,11 +43,11 @@ class Judge:
             self._tell(window, diagnose(window, replace(self._run, lags=lags)))
 
     def whole(self, total: Window, lags: tuple[RankLag, ...]) -> tuple[Finding, ...]:
-        """The verdict on the run; what shows only over all of it is told now."""
+        """The verdict on the run; what shows only over all of it is written now. The summary tells them all."""
         findings = diagnose(total, replace(self._run, lags=lags))
         for finding in findings:
-            if finding.cause not in self._alarms.active:
-                self._new(finding, total.last_step)
+            if finding.cause not in self._told:
+                self._journal.finding(finding, total.last_step)
         return findings
 
     def _tell(self, window: Window, findings: tuple[Finding, ...]) -> None:
@@ -61,6 +62,7 @@ class Judge:
         self._low_utilization(window, findings)
 
     def _new(self, finding: Finding, step: int) -> None:
+        self._told.add(finding.cause)
         self._journal.finding(finding, step)
         if finding.cause != _GOOD:
             self._say(f"hfopt: {sentence(finding)}")

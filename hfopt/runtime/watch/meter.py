@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from hfopt.runtime.sampler import Sampler
 from hfopt.runtime.watch.inputs import InputWatch
 from hfopt.runtime.watch.steps import StepClock
 from hfopt.runtime.watch.windows import gpu_windows, mean, most, spread
-from hfopt.schema import Window
+from hfopt.schema import Sample, Window
 
 _PROBE = 256  # rows and columns of the matrices that time the CPU: small enough for a few milliseconds, large enough to be compute-bound
 
@@ -92,14 +93,9 @@ class Meter:
             fixed_length=fixed,
             mfu=self._mfu(tokens, own_samples, tally.phases().train_s),
             gpus=gpu_windows(samples, used_j),
-            cpu_util=spread(sample.cpu_util for sample in samples),
             main_thread_util=min(1.0, (cpu_s.thread_s - self._cpu_s.thread_s) / passed_s),
             process_cores=(cpu_s.process_s - self._cpu_s.process_s) / passed_s,
-            worker_util=mean(sample.worker_util for sample in samples),
-            worker_count=most(sample.worker_count for sample in samples),
-            ram_used_bytes=most(sample.ram_used_bytes for sample in samples),
-            ram_total_bytes=samples[-1].ram_total_bytes if samples else None,
-            disk_read_bytes_per_s=mean(sample.disk_read_bytes_per_s for sample in samples),
+            **_host_figures(samples),
             allocated_peak_bytes=memory.allocated_peak_bytes,
             reserved_peak_bytes=memory.reserved_peak_bytes,
             alloc_retries=memory.retries - self._retries if memory.retries is not None and self._retries is not None else None,
@@ -140,6 +136,17 @@ def cpu_peak_flops(dtype: Any = torch.float32) -> float:
             torch.mm(left, right)
             best_s = min(best_s, time.perf_counter() - began_s)
     return 2.0 * _PROBE**3 / best_s
+
+
+def _host_figures(samples: Sequence[Sample]) -> dict[str, Any]:
+    return {
+        "cpu_util": spread(sample.cpu_util for sample in samples),
+        "worker_util": mean(sample.worker_util for sample in samples),
+        "worker_count": most(sample.worker_count for sample in samples),
+        "ram_used_bytes": most(sample.ram_used_bytes for sample in samples),
+        "ram_total_bytes": samples[-1].ram_total_bytes if samples else None,
+        "disk_read_bytes_per_s": mean(sample.disk_read_bytes_per_s for sample in samples),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
