@@ -18,7 +18,7 @@ from hfopt.workload.custom import from_reference, is_reference
 from hfopt.workload.heads import choose_head
 from hfopt.workload.losses import loss_for, why_batch_dependent
 from hfopt.workload.preference import NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
-from hfopt.workload.recipe import Recipe, quietly, uses_flash
+from hfopt.workload.recipe import FAILURES, Recipe, quietly, uses_flash
 from hfopt.workload.remote import remote_config, remote_head
 from hfopt.workload.shapes import size_batch
 from hfopt.workload.sources import ConfigSource, find_config
@@ -79,7 +79,7 @@ def _config(source: ConfigSource, spec: ModelSpec) -> tuple[Any, bool]:
     """transformers' config object with the YAML's overrides, and whether it comes with code of its own."""
     fields = {**source.fields, **spec.overrides}
     model_type = fields.get("model_type")
-    if model_type not in transformers.CONFIG_MAPPING and "auto_map" in fields:
+    if "auto_map" in fields and not (isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING):
         return remote_config(source, trusted=spec.trust_remote_code), True
     if not isinstance(model_type, str):
         raise WorkloadError(f"the config of {source.name} ({source.where}) has no model_type", hint='add for example "model_type": "bert"')
@@ -91,8 +91,9 @@ def _config(source: ConfigSource, spec: ModelSpec) -> tuple[Any, bool]:
     try:
         with quietly():
             return transformers.CONFIG_MAPPING[model_type].from_dict(fields), False
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        raise WorkloadError(f"the config of {source.name} ({source.where}) is not a valid {model_type} config: {error}") from error
+    except FAILURES as error:
+        why = " ".join(str(error).split())
+        raise WorkloadError(f"the config of {source.name} ({source.where}) is not a valid {model_type} config: {why}") from error
 
 
 def _set_labels(config: Any, task: Task, num_labels: int | None) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import huggingface_hub.errors
 import torch
 import transformers
 from torch import nn
@@ -25,8 +26,20 @@ from hfopt.workload.sources import ConfigSource
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])
 _DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_FAILURES = (ValueError, TypeError, ImportError, AttributeError, KeyError, IndexError, RuntimeError, ZeroDivisionError)
-"""What a model's constructor may raise on a config that does not fit together."""
+_STRICT = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)  # what configs of transformers 5 are checked with
+FAILURES = (
+    ValueError,
+    TypeError,
+    ImportError,
+    AttributeError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+    ZeroDivisionError,
+    AssertionError,
+    _STRICT,
+)
+"""What a config or a model's constructor may raise on values that do not fit together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +90,7 @@ class Recipe:
             try:
                 model_class = self.head.model_class or getattr(transformers, self.head.class_name)
                 model: nn.Module = model_class._from_config(copy.deepcopy(self.config), **options)
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise WorkloadError(f"{self.head.class_name} cannot be built from the config of {self.source.name}: {error}") from error
         if self.source.fields.get("tie_word_embeddings") is False and self.source.has_checkpoint:
             _untie(model)

@@ -128,10 +128,10 @@ TINY: dict[str, dict[str, Any]] = {
 def tiny(tmp_path: Path) -> Callable[..., str]:
     """tiny("bert", architectures=[...]) -> a folder with nothing but that config.json."""
 
-    def make(model_type: str, **fields: Any) -> str:
-        folder = tmp_path / model_type
+    def make(kind: str, /, **fields: Any) -> str:
+        folder = tmp_path / kind
         folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type, **TINY[model_type], **fields}))
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **TINY[kind], **fields}))
         return str(folder)
 
     return make

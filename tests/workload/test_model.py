@@ -160,6 +160,27 @@ def test_an_empty_batch_is_refused(tiny: Tiny) -> None:
         workload.make_batch(0)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hidden_size": "wide"},
+        {"hidden_size": 33},
+        {"hidden_size": -32},
+        {"num_hidden_layers": None},
+        {"vocab_size": 0, "pad_token_id": 7},
+        {"model_type": 5},
+        {"model_type": "no-such-type"},
+        {"architectures": "BertModel", "hidden_act": "nonesuch"},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_sense_is_one_message(tiny: Tiny, fields: dict[str, Any]) -> None:
+    folder = tiny("bert", **fields)
+    with pytest.raises(WorkloadError) as caught:
+        from_spec(ModelSpec(name=folder), DataSpec())
+    assert folder in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_no_model_at_all_is_said() -> None:
     with pytest.raises(WorkloadError, match="not stated"):
         from_spec(ModelSpec(name=None), DataSpec())
