@@ -25,10 +25,19 @@ class Pace:
     wait: int = 0  # quiet windows before the next try; 0 until a size was made lasting
     grown_from: int | None = None  # the size to return to when the last growth was too early
 
+    @property
+    def untroubled(self) -> bool:
+        """Whole micro-batches and no failure to remember: a quiet window changes nothing."""
+        return self.size is None and not self.failed_sizes and self.grown_from is None
+
 
 def after_window(pace: Pace, passed_at: int | None) -> Pace:
     """`passed_at` is the size a window went through at after running out of memory, None when it did not run out."""
+    if passed_at is None and pace.untroubled:
+        return pace
     recent = (*pace.failed_sizes, passed_at)[-RECENT:]
+    if not any(recent):
+        recent = ()
     if passed_at is None:
         return _quiet(replace(pace, failed_sizes=recent))
     if pace.grown_from is not None:
