@@ -75,7 +75,7 @@ def _trainer(workload: Workload, model: Any, order: Order, folder: Path, clock: 
                 return compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
     window = order.candidate.per_device_batch * order.candidate.accumulation
-    return DryTrainer(
+    trainer = DryTrainer(
         model=model,
         args=args,
         train_dataset=_Samples(window * order.steps),
@@ -83,11 +83,14 @@ def _trainer(workload: Workload, model: Any, order: Order, folder: Path, clock: 
         data_collator=lambda samples: workload.make_batch(len(samples)),
         callbacks=[clock],
     )
+    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+        scaler._init_scale = 1.0  # a step skipped for overflow would allocate no optimizer state
+    return trainer
 
 
 def _build(workload: Workload, device: Device) -> Any:
-    """On the virtual card weights take no host memory: parameters appear on it one by one, as `.to("cuda")` would put them."""
-    if device != "virtual":
+    """On a card, parameters appear one by one as `.to("cuda")` would put them: no host memory, no slow initialisation on the host."""
+    if device == "cpu":
         return workload.build_model()
     model = skeleton(workload.build_model)
     _materialise(model, {})
@@ -102,8 +105,10 @@ def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Param
         if parameter is None:
             continue
         if id(parameter) not in done:
-            empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
-            new = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            new_data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
+            if new_data.is_floating_point():
+                new_data.normal_(0, 0.02)
+            new = nn.Parameter(new_data, requires_grad=parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             done[id(parameter)] = parameter, new
         module._parameters[name] = done[id(parameter)][1]

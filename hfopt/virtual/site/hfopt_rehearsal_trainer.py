@@ -1,14 +1,13 @@
-"""Follows transformers' Trainer through a rehearsal: its phases, one evaluation and one checkpoint, and none of the user's files.
+"""Follows transformers' Trainer through a rehearsal: its phases, one evaluation and one checkpoint.
 
-From the first Trainer on, everything it writes goes into the rehearsal's folder, and no tracker or Hub is told anything. The user's
-own arguments decide everything else: batch, accumulation, precision, optimizer, schedule.
+The user's own arguments decide everything: batch, accumulation, precision, optimizer, schedule. Only where it writes is changed
+(hfopt_rehearsal_files).
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 from hfopt_rehearsal import BETWEEN, LATER, OPTIMIZER, Recorder, is_oom  # type: ignore[import-not-found]
+from hfopt_rehearsal_files import follow_saving, inside, keep_writes_inside, redirect  # type: ignore[import-not-found]
 
 _MOST_EVAL_BATCHES = 8
-_MOST_CHECKPOINT_BYTES = 1 << 26
 _GROWTH_BYTES = 1 << 20
 
 
@@ -48,20 +47,6 @@ class _FewBatches:
         """What a batch leaves on the card: its gathered logits. The first batch also fills caches, so it does not count."""
         steady = self.allocated[1:]
         return max(0, (steady[-1] - steady[0]) // (len(steady) - 1)) if len(steady) > 1 else 0
-
-
-def _redirect(args: Any, folder: str) -> None:
-    """The arguments of a run that must leave no trace outside the folder."""
-    output = os.path.join(folder, "output")  # noqa: PTH118
-    for name, value in {
-        "output_dir": output,
-        "logging_dir": output,
-        "report_to": [],
-        "push_to_hub": False,
-        "resume_from_checkpoint": None,
-    }.items():
-        if hasattr(args, name):
-            setattr(args, name, value)
 
 
 def _asked_of_the_card(trainer: Any) -> list[str]:
@@ -165,69 +150,6 @@ def _foresee_whole_evaluation(recorder: Recorder, loaders: list[_FewBatches], st
         }
 
 
-def _checkpoint_bytes(trainer: Any) -> int:
-    state = trainer.optimizer.state_dict()["state"].values() if trainer.optimizer is not None else ()
-    tensors = [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *trainer.model.parameters()))
-
-
-def _follow_saving(trainer: Any, recorder: Recorder, did: set[str]) -> None:
-    save = trainer._save_checkpoint
-
-    @functools.wraps(save)
-    def followed(*args: Any, **kwargs: Any) -> Any:
-        did.add("saving")
-        recorder.enter("saving")
-        size = _checkpoint_bytes(trainer)
-        if size > _MOST_CHECKPOINT_BYTES:
-            recorder.note(f"the checkpoint would take {size / 2**30:.1f} GiB on disk; its tensors were not written")
-            _write_no_tensors()
-        result = save(*args, **kwargs)
-        recorder.enter(BETWEEN)
-        return result
-
-    trainer._save_checkpoint = followed
-
-
-def _write_no_tensors() -> None:
-    """A large checkpoint would fill the disk with zeros: its files stay empty."""
-
-    def touch(_: Any, f: Any, *__: Any, **___: Any) -> None:
-        if isinstance(f, (str, os.PathLike)):
-            open(f, "w").close()  # noqa: PTH123
-
-    torch.save = touch
-    for module in ("safetensors.torch", "transformers.modeling_utils", "peft.peft_model"):
-        for name in ("save_file", "safe_save_file"):
-            if hasattr(sys.modules.get(module), name):
-                setattr(sys.modules[module], name, touch)
-
-
-def _inside(folder: str, path: Any) -> str:
-    absolute: str = os.path.abspath(path)  # noqa: PTH100
-    if absolute.startswith(folder + os.sep):
-        return absolute
-    return os.path.join(folder, "output", os.path.basename(absolute))  # noqa: PTH118, PTH119
-
-
-def _keep_writes_inside(folder: str) -> None:
-    """Weights from the virtual card mean nothing: whoever saves them, they land in the folder."""
-
-    def wrap(cls: Any) -> None:
-        save = cls.save_pretrained
-
-        @functools.wraps(save)
-        def inside(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs.pop("push_to_hub", None)
-            return save(self, _inside(folder, save_directory), *args, **kwargs)
-
-        cls.save_pretrained = inside
-
-    wrap(sys.modules["transformers.modeling_utils"].PreTrainedModel)
-    if "peft.peft_model" in sys.modules:
-        wrap(sys.modules["peft.peft_model"].PeftModel)
-
-
 def install(module: ModuleType, recorder: Recorder) -> None:
     """Changes transformers.trainer.Trainer for this process."""
     trainer_class: Any = module.Trainer
@@ -238,7 +160,7 @@ def install(module: ModuleType, recorder: Recorder) -> None:
         given = kwargs.get("args", args[1] if len(args) > 1 else None)
         if given is None:
             given = kwargs["args"] = sys.modules["transformers.training_args"].TrainingArguments(output_dir=recorder.folder)
-        _redirect(given, recorder.folder)
+        redirect(given, recorder.folder)
         initialize(self, *args, **kwargs)
 
     @functools.wraps(train)
@@ -246,10 +168,10 @@ def install(module: ModuleType, recorder: Recorder) -> None:
         did: set[str] = set()
         recorder.by_trainer = True
         if not recorder.report["steps_done"]:
-            _keep_writes_inside(recorder.folder)
+            keep_writes_inside(recorder.folder)
         _follow_steps(self, recorder)
         _follow_evaluation(self, recorder, did)
-        _follow_saving(self, recorder, did)
+        follow_saving(self, recorder, did)
         self.add_callback(_callback_for(self, recorder, did))
         kwargs.pop("resume_from_checkpoint", None)
         try:
@@ -264,6 +186,6 @@ def install(module: ModuleType, recorder: Recorder) -> None:
 
     @functools.wraps(save_model)
     def saved_inside(self: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return save_model(self, _inside(recorder.folder, output_dir or self.args.output_dir), *args, **kwargs)
+        return save_model(self, inside(recorder.folder, output_dir or self.args.output_dir), *args, **kwargs)
 
     trainer_class.__init__, trainer_class.train, trainer_class.save_model = __init__, followed, saved_inside
