@@ -106,7 +106,7 @@ def test_a_tiny_model_is_launch_bound_and_the_larger_batch_is_only_advice(tmp_pa
 
 def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
     with pytest.raises(NothingFits) as refusal:
-        plan(write(tmp_path, model), Request(gpu=CARD, vram_gib=0.36), estimator=remembered)
+        plan(write(tmp_path, model), Request(gpu=CARD, vram_gib=0.25), estimator=remembered)
     assert refusal.value.exit_code == 3 and refusal.value.hint
     assert "a card with more memory" in refusal.value.hint
 

@@ -29,14 +29,6 @@ def rank(candidates: Iterable[Candidate], time: TimeModel, *, current: Candidate
     return tuple(ordered)
 
 
-def why_it_lost(loser: StepTime, winner: StepTime) -> str:
-    """In words for the report."""
-    slower = loser.step_s / winner.step_s - 1
-    if abs(slower) <= TIE:
-        return "as fast within 1 %, but more accumulation steps, checkpointing or a less even batch"
-    return f"{100 * slower:.1f} % slower ({loser.bound}-bound)" if slower > 0 else "faster by prediction"
-
-
 def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object, ...]:
     extras: Sequence[bool] = (
         candidate.torch_compile,

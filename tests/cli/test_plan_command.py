@@ -60,7 +60,7 @@ def test_yaml_on_stdout_report_on_stderr_and_both_files(config: Path, tmp_path: 
 
 @pytest.mark.slow
 def test_nothing_fits_is_exit_3_with_an_empty_stdout(config: Path) -> None:
-    result = hfopt("plan", config, "--gpu", "rtx 3070", "--vram", "0.36")
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--vram", "0.25")
     assert (result.returncode, result.stdout) == (3, "")
     assert "nothing fits" in result.stderr and "What would fit" in result.stderr and "Traceback" not in result.stderr
 
