@@ -17,6 +17,7 @@ import yaml
 
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
+from hfopt.runtime import launch
 from hfopt.runtime.cgroup import oom_kills
 from hfopt.runtime.checkpoints import last_checkpoint
 
@@ -153,3 +154,26 @@ def test_the_kernels_count_of_kills(tmp_path: Path, line: str, file: str) -> Non
     events.parent.mkdir(parents=True, exist_ok=True)
     events.write_text("low 0\noom 4\noom_kill 3\n")
     assert oom_kills(tmp_path, own, tmp_path / "none") == 3
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "changes"),
+    [
+        (4, 8, {"dataloader_num_workers": 2}),
+        (0, 8, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}),
+        (0, 9, {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 6}),
+        (0, 1, {}),
+    ],
+)
+def test_a_process_killed_by_the_kernel_is_restarted_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, batch: int, changes: dict[str, int]
+) -> None:
+    note = tmp_path / "handoff.json"
+    settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers}
+    (tmp_path / "handoff.json.alive").write_text(json.dumps({"output_dir": str(tmp_path / "out"), **settings}))
+    monkeypatch.setattr(launch, "oom_kills", lambda: 5)
+    assert launch._verdict(note, 137, 5) is None, "killed, but not for memory"
+    verdict = launch._verdict(note, 137, 4)
+    assert verdict is not None
+    assert verdict.changes == changes
+    assert verdict.hopeless == (not changes)
