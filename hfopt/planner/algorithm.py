@@ -26,7 +26,7 @@ from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.planner.trials import Tried, tried
-from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced, Rejection
+from hfopt.schema import Candidate, Neutrality, PlanFacts, Priced, Rejection, TrainJob
 from hfopt.search.best import Found, best_first
 from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS, Outcome, Setting, changes
 from hfopt.search.precision import NumericFacts, Precisions, precisions
@@ -142,9 +142,7 @@ def _space(subject: Subject, request: Request, effective: int, allowed: Precisio
     choices = (
         (current.checkpointing,)
         if keeps_checkpointing
-        else checkpointing_choices(
-            current.checkpointing, possible=workload.checkpointable, graded=_version() >= (5, 22), layers=workload.layers
-        )
+        else checkpointing_choices(current.checkpointing, possible=workload.checkpointable, graded=_graded(job), layers=workload.layers)
     )
     compiled = (current.torch_compile,) if "torch_compile" not in request.allow or current.torch_compile else (False, True)
     fused = "optim" in request.allow and job.args.get("optim", _defaults().get("optim")) == "adamw_torch"
@@ -192,6 +190,11 @@ def _likely(pool: Sequence[Candidate], device: Device) -> Candidate:
 
 def _defaults() -> dict[str, Any]:
     return {name: item.default for name, item in installed().fields.items()}
+
+
+def _graded(job: TrainJob) -> bool:
+    """transformers 5.22 takes every_n_layers; with adapters a step traces the same with and without it, so it is not tried there."""
+    return _version() >= (5, 22) and job.model.lora is None
 
 
 def _version() -> tuple[int, ...]:
