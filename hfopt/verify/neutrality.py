@@ -22,7 +22,7 @@ from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 _SAMPLES, _SPLIT = 8, 4
 _TOLERANCE = 0.01
 """Equal gradients agree to about 1e-6 in float32, a missing division is off by k - 1: anything between is a loss over the batch."""
-_VERSION = 1  # of the probe: part of the cache's key
+_VERSION = 2  # of the probe: part of the cache's key
 _SMALL_DATA = DataSpec(max_length=16, max_target_length=8, audio_seconds=0.5)
 _MOST_CUSTOM_PARAMETERS = 5_000_000
 _CANNOT_STEP = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
