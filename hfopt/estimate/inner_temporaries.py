@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hfopt.estimate.attention_temporaries import efficient_backward, efficient_forward, flash_backward
+from hfopt.estimate.ctc_rules import ctc_backward, ctc_forward
 from hfopt.estimate.formulas import Formula, constant
 from hfopt.estimate.kernels import Kernels, Sized, Step
 from hfopt.units import MIB
@@ -118,6 +119,10 @@ RULES: dict[Any, Rule] = {
     aten.mean.dim: _reduction,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten._ctc_loss.default: ctc_forward,
+    aten._ctc_loss.Tensor: ctc_forward,
+    aten._ctc_loss_backward.default: ctc_backward,
+    aten._ctc_loss_backward.Tensor: ctc_backward,
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
     aten._scaled_dot_product_efficient_attention.default: efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,

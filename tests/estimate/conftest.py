@@ -36,3 +36,41 @@ def tiny_gpt2() -> Callable[..., Workload]:
         )
 
     return make
+
+
+@pytest.fixture
+def tiny_wav2vec2() -> Callable[..., Workload]:
+    """A two-layer Wav2Vec2ForCTC that hears one second (49 frames) and spells the given number of characters."""
+
+    def make(characters: int = 12, longest: int | None = None) -> Workload:
+        import torch
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+        config = Wav2Vec2Config(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            conv_dim=(32,) * 7,
+            num_conv_pos_embeddings=16,
+            num_conv_pos_embedding_groups=4,
+            apply_spec_augment=False,
+        )
+
+        def batch(size: int) -> dict[str, Any]:
+            labels = torch.ones(size, characters, dtype=torch.long)
+            labels[:, longest or characters :] = -100
+            return {"input_values": torch.zeros(size, 16000), "labels": labels}
+
+        return Workload(
+            name="tiny-wav2vec2",
+            model_class="Wav2Vec2ForCTC",
+            task="ctc",
+            build_model=lambda: Wav2Vec2ForCTC(config),
+            make_batch=batch,
+            shape=BatchShape(kind="audio", length=16000),
+            parameters=0,
+            trainable_parameters=0,
+        )
+
+    return make
