@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,19 @@ def _set_checkpointing(model: Any, settings: StepSettings) -> None:
         raise TraceError(
             f"{type(model).__name__} does not support gradient checkpointing", hint="leave gradient_checkpointing off for this model"
         )
-    kwargs: dict[str, Any] = {"use_reentrant": checkpointing.use_reentrant}
+    kwargs: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing.use_reentrant}}
     if checkpointing.every_n_layers > 1:
+        _require_grades(checkpointing.every_n_layers)
         kwargs["every_n_layers"] = checkpointing.every_n_layers
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    model.gradient_checkpointing_enable(**kwargs)
+
+
+def _require_grades(every_n_layers: int) -> None:
+    """The Trainer takes `every_n_layers` out of gradient_checkpointing_kwargs and hands it to the model, from transformers 5.22 on."""
+    from transformers import PreTrainedModel, __version__
+
+    if "every_n_layers" not in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters:
+        raise TraceError(
+            f"transformers {__version__} cannot checkpoint each {every_n_layers}. layer",
+            hint="remove every_n_layers from gradient_checkpointing_kwargs, or install transformers 5.22 or later",
+        )

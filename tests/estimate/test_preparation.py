@@ -1,0 +1,64 @@
+"""The prepared model against the one that the installed Trainer trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfopt.errors import TraceError
+from hfopt.estimate.memory import estimate
+from hfopt.estimate.preparation import prepared
+from hfopt.schema import Checkpointing, StepSettings, Workload
+
+Make = Callable[..., Workload]
+EACH_SECOND = StepSettings(checkpointing=Checkpointing(every_n_layers=2))
+
+
+def _checkpointed(model: Any) -> list[bool]:
+    return [layer.gradient_checkpointing for layer in model.transformer.h]
+
+
+def test_the_trainer_checkpoints_the_layers_that_are_traced(tiny_gpt2: Make, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    workload = tiny_gpt2(length=4, n_layer=4, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    model = workload.build_model()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False, "every_n_layers": 2},
+        max_steps=1,
+        per_device_train_batch_size=1,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
+    samples: Any = [0, 1]
+    Trainer(model=model, args=arguments, train_dataset=samples, data_collator=lambda _: workload.make_batch(1)).train()
+    assert _checkpointed(prepared(workload, EACH_SECOND)()) == _checkpointed(model) == [True, False, True, False]
+
+
+def test_each_second_layer_lies_halfway_between_none_and_all(tiny_gpt2: Make) -> None:
+    workload = tiny_gpt2(n_layer=4, vocab_size=100, bos_token_id=0, eos_token_id=0)
+    none, second, every = (
+        estimate(workload, StepSettings(checkpointing=Checkpointing(every_n_layers=n))).curve.peak(64).allocated_bytes for n in (0, 2, 1)
+    )
+    assert every < second < none
+    assert (second - every) / (none - every) == pytest.approx(0.5, abs=0.2)  # two of the four layers keep what they computed
+
+
+def test_a_transformers_without_it_is_named(tiny_gpt2: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedModel
+
+    def enable(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
+        """As it was before 5.22."""
+
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
+    with pytest.raises(TraceError, match=r"cannot checkpoint each 2\. layer"):
+        prepared(tiny_gpt2(), EACH_SECOND)()
