@@ -1,6 +1,7 @@
 """How far the memory estimate is from real cards: rows of measured training runs, beside two published estimators on the same rows.
 
-usage: python benchmarks/memory_accuracy.py [CSV] [--python PYTHON] [--rows]
+usage: python benchmarks/memory_accuracy.py [CSV] [--python PYTHON]
+       python benchmarks/memory_accuracy.py --published   (the second part, see published_memory.py)
 
 CSV has the columns of data/memory_fp32_loop.csv. The rows were measured with transformers 4.51.3, whose modelling code differs from later
 versions, so a worker runs in an environment with it: --python names one, otherwise one is made once in the user's cache folder.
@@ -103,7 +104,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("csv", nargs="?", type=Path, default=HERE / "data" / "memory_fp32_loop.csv")
     parser.add_argument("--python", help="a Python with transformers 4.51.3 and torch")
+    parser.add_argument("--published", action="store_true", help="the second part: other published runs, with the installed transformers")
     arguments = parser.parse_args()
+    if arguments.published:
+        import published_memory
+
+        published_memory.main()
+        return
     with arguments.csv.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     found = estimates(rows, arguments.python or environment())
