@@ -52,7 +52,7 @@ def write(tmp_path: Path, model: Path, **args: object) -> Path:
 
 
 def made(path: Path, **options: object) -> Plan:
-    return plan(path, Request(gpu=CARD, allow=frozenset({"accumulation"})), estimator=remembered, **options)
+    return plan(path, Request(gpu=CARD, dry_run=False, allow=frozenset({"accumulation"})), estimator=remembered, **options)
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(32, 3), (1, 97), (97, 1), (8, 1), (1, 1), (6, 35)])
@@ -106,7 +106,7 @@ def test_a_tiny_model_is_launch_bound_and_the_larger_batch_is_only_advice(tmp_pa
 
 def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
     with pytest.raises(NothingFits) as refusal:
-        plan(write(tmp_path, model), Request(gpu=CARD, vram_gib=0.25), estimator=remembered)
+        plan(write(tmp_path, model), Request(gpu=CARD, dry_run=False, vram_gib=0.15), estimator=remembered)
     assert refusal.value.exit_code == 3 and refusal.value.hint
     assert "a card with more memory" in refusal.value.hint
 
@@ -114,12 +114,14 @@ def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
 def test_what_was_kept_is_named_when_it_stands_in_the_way(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path, model, per_device_train_batch_size=4096)
     with pytest.raises(NothingFits) as refusal:
-        plan(path, Request(gpu=CARD, vram_gib=1, keep=frozenset({"per_device_train_batch_size"})), estimator=remembered)
+        plan(path, Request(gpu=CARD, dry_run=False, vram_gib=1, keep=frozenset({"per_device_train_batch_size"})), estimator=remembered)
     assert refusal.value.hint and "leave per_device_train_batch_size free" in refusal.value.hint
 
 
 def test_a_config_that_does_not_fit_is_repaired_and_said_so(tmp_path: Path, model: Path) -> None:
-    result = plan(write(tmp_path, model, per_device_train_batch_size=4096), Request(gpu=CARD, vram_gib=1), estimator=remembered)
+    result = plan(
+        write(tmp_path, model, per_device_train_batch_size=4096), Request(gpu=CARD, dry_run=False, vram_gib=1), estimator=remembered
+    )
     assert not result.facts.before.fits and result.facts.after.fits
     assert result.facts.after.memory.device_bytes <= result.facts.budget_bytes
     assert "DOES NOT FIT" in result.report()
@@ -174,7 +176,7 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
 
     monkeypatch.setattr("hfopt.verify.neutrality.probe", not_neutral)
     path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
-    kept = plan(path, Request(gpu=CARD), estimator=remembered)
+    kept = plan(path, Request(gpu=CARD, dry_run=False), estimator=remembered)
     assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8
     assert any("not neutral" in advice.title for advice in kept.facts.advice)
     assert any("would change the gradients" in rejection.reason for rejection in kept.facts.rejected)
@@ -183,9 +185,9 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
 
 def test_a_loss_over_the_batch_keeps_its_batch(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
-    subject = from_file(path, Request(gpu=CARD))
+    subject = from_file(path, Request(gpu=CARD, dry_run=False))
     contrastive = replace(subject, workload=replace(subject.workload, batch_dependent_loss="contrastive: test"))
-    kept = plan_subject(contrastive, Request(gpu=CARD), estimator=remembered)
+    kept = plan_subject(contrastive, Request(gpu=CARD, dry_run=False), estimator=remembered)
     assert (kept.candidate.per_device_batch, kept.candidate.accumulation) == (8, 4)
     assert "contrastive: test" in kept.report()
 
@@ -196,11 +198,11 @@ def test_python_arguments_plan_like_a_file(tmp_path: Path, model: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(tmp_path), report_to=[], use_cpu=True, per_device_train_batch_size=8, gradient_accumulation_steps=4
     )
-    request = Request(gpu=CARD, model=str(model), seq_len=64, allow=frozenset({"accumulation"}))
+    request = Request(gpu=CARD, dry_run=False, model=str(model), seq_len=64, allow=frozenset({"accumulation"}))
     from_python = plan(arguments, request, estimator=remembered)
     from_yaml = made(write(tmp_path, model, gradient_accumulation_steps=4))
     assert from_python.candidate == from_yaml.candidate
     with pytest.raises(ConfigError, match="which model"):
-        plan(arguments, Request(gpu=CARD))
+        plan(arguments, Request(gpu=CARD, dry_run=False))
     with pytest.raises(ConfigError, match="cannot be planned"):
-        plan(3, Request(gpu=CARD))
+        plan(3, Request(gpu=CARD, dry_run=False))

@@ -47,7 +47,14 @@ def rehearse(
     if not cards:
         raise HardwareError(f"--gpu {gpu} is not a card", hint="run the script itself on the CPU; `hfopt gpus` lists the cards")
     card = cards[0]
-    seen = run(command, card, count=num_gpus, steps=steps, context_bytes=context_bytes(card.capability), timeout_s=timeout)
+    seen = run(
+        command,
+        card,
+        count=num_gpus,
+        steps=steps,
+        context_bytes=context_bytes(card.capability, multiprocessors=card.sms),
+        timeout_s=timeout,
+    )
     if as_json:
         from dataclasses import asdict
 

@@ -14,7 +14,7 @@ from hfopt.config.installed import installed
 from hfopt.schema import Checkpointing, Precision, StepSettings
 
 
-def step_settings(args: Mapping[str, Any], *, capability: tuple[int, int] = (8, 0)) -> StepSettings:
+def step_settings(args: Mapping[str, Any], *, capability: tuple[int, int] = (8, 0), multiprocessors: int | None = None) -> StepSettings:
     """From the keys a TrainJob sets (right types, current names); a key that is not there has the Trainer's default."""
 
     def value(key: str, otherwise: Any) -> Any:
@@ -33,6 +33,7 @@ def step_settings(args: Mapping[str, Any], *, capability: tuple[int, int] = (8, 
         label_smoothing=float(value("label_smoothing_factor", 0.0)),
         torch_compile=bool(value("torch_compile", False)),
         capability=capability,
+        multiprocessors=multiprocessors,
     )
 
 

@@ -68,11 +68,12 @@ class SharedTraces:
         self._made: dict[StepSettings, Estimate] = {}
 
     def __call__(self, workload: Workload, settings: StepSettings) -> Estimate:
-        kind = replace(settings, capability=_kind(settings.capability))
+        kind = replace(settings, capability=_kind(settings.capability), multiprocessors=None)
         if kind not in self._made:
             self._made[kind] = estimate(workload, kind)
         shared = self._made[kind]
-        return replace(shared, curve=MemoryCurve(shared.curve.timeline, context_bytes(settings.capability)))
+        context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
+        return replace(shared, curve=MemoryCurve(shared.curve.timeline, context))
 
 
 def _kind(capability: tuple[int, int]) -> tuple[int, int]:

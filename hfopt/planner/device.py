@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from hfopt.config.step import step_settings
+from hfopt.estimate.context import context_bytes
 from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks
@@ -15,6 +17,7 @@ from hfopt.planner.request import Progress, Request, Subject
 from hfopt.schema import Candidate, Gpu, StepSettings, Trial, Workload
 from hfopt.search.feasible import budget_bytes
 from hfopt.units import format_bytes
+from hfopt.virtual.launch import available
 from hfopt.workload.recipe import Recipe, weights_dtype
 
 CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
@@ -54,13 +57,25 @@ class Device:
         return None if stated is None else str(stated).removeprefix("torch.")
 
     def dry_run(self, subject: Subject, request: Request, winner: Candidate, progress: Progress) -> Trial | None:
-        """The winner on the device itself; None where the device is not here, or the model is live and cannot be sent to a child."""
-        if not request.dry_run or subject.hardware.hypothetical or subject.loaded is None:
+        """The winner on the device itself, or on the virtual GPU where it is not here; None where neither can be, or the model is live."""
+        where = self._where_to_try(subject)
+        if not request.dry_run or where is None or subject.loaded is None:
             return None
         from hfopt.verify.dryrun import dry_run
 
-        progress(f"trying {winner.per_device_batch} × {winner.accumulation} on {self.name}")
-        return dry_run(subject.job, winner, device="cpu" if self.gpu is None else "cuda", gpu=self.gpu)
+        progress(f"trying {winner.per_device_batch} × {winner.accumulation} on {self.name}{' (virtual)' if where == 'virtual' else ''}")
+        return dry_run(subject.job, winner, device=where, gpu=self.gpu, context_bytes=self._context_bytes() if where == "virtual" else 0)
+
+    def _where_to_try(self, subject: Subject) -> Literal["cuda", "cpu", "virtual"] | None:
+        if not subject.hardware.hypothetical:
+            return "cpu" if self.gpu is None else "cuda"
+        gpu = self.gpu
+        if gpu is None or gpu.vendor != "nvidia" or gpu.capability is None or subject.job.world_size > 1:
+            return None
+        return "virtual" if available() is None else None
+
+    def _context_bytes(self) -> int:
+        return context_bytes(self.base.capability, multiprocessors=self.base.multiprocessors)
 
 
 def device_of(subject: Subject, request: Request) -> Device:
@@ -76,8 +91,9 @@ def device_of(subject: Subject, request: Request) -> Device:
         known = speed_of(gpu)
         speed, note = (known, None) if known is not None else _stand_in(gpu)
         notes.extend([note] if note else [])
-        free = gpu.free_bytes if gpu.free_bytes is not None else gpu.usable_bytes or gpu.memory_bytes
-    base = step_settings(args, capability=CPU_CAPABILITY if gpu is None else gpu.capability or (8, 0))
+        free = gpu.available_bytes
+    capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
+    base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
     ranks, offset, world_note = _world(subject, workload)
     notes.extend([world_note] if world_note else [])
     return Device(

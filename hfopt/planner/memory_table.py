@@ -52,7 +52,8 @@ def memory_table(
 ) -> MemoryTable:
     """Traces the step with and without checkpointing and prices the batch sizes."""
     job, workload, gpu = subject.job, subject.workload, subject.hardware.smallest
-    settings = step_settings(job.args, capability=(gpu.capability if gpu else None) or (8, 0))
+    capability, multiprocessors = ((8, 0), None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
+    settings = step_settings(job.args, capability=capability, multiprocessors=multiprocessors)
     settings = replace(settings, precision=precision or settings.precision)
     notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu)]
     ways = [Checkpointing()]
@@ -63,7 +64,7 @@ def memory_table(
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     rows: list[MemoryRow] = []
     largest: dict[bool, int | None] = {}
-    available = _available(gpu)
+    available = None if gpu is None else gpu.available_bytes
     seconds = 0.0
     for way in ways:
         progress(f"tracing {workload.model_class} {'with' if way.on else 'without'} checkpointing …")
@@ -108,13 +109,6 @@ def _within(peak: MemoryPeak, reserved_bytes: int) -> MemoryPeak:
     if breakdown is not None:
         breakdown = replace(breakdown, fragmentation_bytes=breakdown.fragmentation_bytes - given_back)
     return replace(peak, reserved_bytes=reserved_bytes, breakdown=breakdown)
-
-
-def _available(gpu: Gpu | None) -> int | None:
-    """Free memory of a card that is here, all of one that was named."""
-    if gpu is None:
-        return None
-    return gpu.free_bytes if gpu.free_bytes is not None else gpu.usable_bytes or gpu.memory_bytes
 
 
 def _usual_sizes(configured: int, largest: int | None, *, has_card: bool) -> list[int]:

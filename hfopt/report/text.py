@@ -110,7 +110,9 @@ def _memory(facts: PlanFacts) -> Iterator[Line]:
         yield "plain" if chosen.fits else "bad", f"  {name:<7} {format_bytes(memory.device_bytes)} at batch {memory.batch}{fits}"
     yield from _breakdown(facts.after.memory)
     if facts.trial is not None:
-        yield from _measured(facts.trial)
+        yield from _tried(facts.trial)
+    else:
+        yield "soft", "          not verified on a device"
 
 
 def _breakdown(memory: MemoryPeak) -> Iterator[Line]:
@@ -132,13 +134,14 @@ def _breakdown(memory: MemoryPeak) -> Iterator[Line]:
         yield "soft", f"          the peak is in {memory.moment}"
 
 
-def _measured(trial: Trial) -> Iterator[Line]:
+def _tried(trial: Trial) -> Iterator[Line]:
     if trial.outcome != "ok":
         yield "bad", f"  the dry run on {_where(trial)} ended with {trial.outcome}: {trial.message or 'no message'}"
         return
     figures = {"reserved": trial.peak_reserved_bytes, "allocated": trial.peak_allocated_bytes, "on the device": trial.peak_device_bytes}
     words = ", ".join(f"{format_bytes(size)} {name}" for name, size in figures.items() if size is not None)
-    yield "good", f"  measured on {_where(trial)}: {words}"
+    how = "rehearsed" if trial.device == "virtual" else "measured"
+    yield "good", f"  {how} on {_where(trial)}: {words}"
 
 
 def _where(trial: Trial) -> str:

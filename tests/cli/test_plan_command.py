@@ -46,28 +46,40 @@ def hfopt(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_yaml_on_stdout_report_on_stderr_and_both_files(config: Path, tmp_path: Path) -> None:
-    result = hfopt(
-        "plan", config, "--gpu", "rtx 3070", "--allow", "accumulation", "--json", tmp_path / "plan.json", "--html", tmp_path / "p.html"
-    )
+    files = ("--json", tmp_path / "plan.json", "--html", tmp_path / "p.html")
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--no-dry-run", "--allow", "accumulation", *files)
     assert result.returncode == 0, result.stderr
     after = yaml.safe_load(result.stdout)
     assert result.stdout.startswith("# kept as it is\n")
     assert after["per_device_train_batch_size"] * after["gradient_accumulation_steps"] == 24
     assert "Effective batch 24" in result.stderr and "\x1b[" not in result.stderr and "Traceback" not in result.stderr
     assert json.loads((tmp_path / "plan.json").read_text())["effective_batch"] == 24
+    assert json.loads((tmp_path / "plan.json").read_text())["verified"] is None and "not verified on a device" in result.stderr
     assert "<html" in (tmp_path / "p.html").read_text()
 
 
 @pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_a_card_that_is_not_here_is_rehearsed_on_the_virtual_gpu(config: Path, tmp_path: Path) -> None:
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--json", tmp_path / "plan.json")
+    assert result.returncode == 0, result.stderr
+    assert "rehearsed on the virtual GPU" in result.stderr
+    made = json.loads((tmp_path / "plan.json").read_text())
+    assert (made["verified"]["device"], made["verified"]["outcome"]) == ("virtual", "ok")
+    assert made["verified"]["peak_reserved_bytes"] == pytest.approx(made["after"]["peak_reserved_bytes"], rel=0.15, abs=8 << 20)
+    assert made["verified"]["step_s"] is None, "the virtual GPU has no times"
+
+
+@pytest.mark.slow
 def test_nothing_fits_is_exit_3_with_an_empty_stdout(config: Path) -> None:
-    result = hfopt("plan", config, "--gpu", "rtx 3070", "--vram", "0.25")
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--vram", "0.15")
     assert (result.returncode, result.stdout) == (3, "")
     assert "nothing fits" in result.stderr and "What would fit" in result.stderr and "Traceback" not in result.stderr
 
 
 @pytest.mark.slow
 def test_quiet_and_output_file_leave_both_streams_empty(config: Path, tmp_path: Path) -> None:
-    result = hfopt("plan", config, "--gpu", "rtx 3070", "--quiet", "-o", tmp_path / "out.yaml")
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--no-dry-run", "--quiet", "-o", tmp_path / "out.yaml")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert yaml.safe_load((tmp_path / "out.yaml").read_text())["max_seq_length"] == 32
 
@@ -92,6 +104,7 @@ def test_compare_plans_each_card(config: Path, tmp_path: Path) -> None:
         (["--json", "-"], "both go to stdout"),
         (["--headroom", "6"], "0.06 leaves 6 % free"),
         (["--gpu", "rtx 9999"], "rtx 9999"),
+        (["--keep", "per_device_train_batchsize"], "did you mean per_device_train_batch_size?"),
     ],
 )
 def test_bad_wishes_end_with_one_message(config: Path, arguments: list[str], words: str) -> None:
