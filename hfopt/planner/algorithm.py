@@ -193,7 +193,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _graded(job: TrainJob) -> bool:
-    """transformers 5.22 takes every_n_layers; with adapters a step traces the same with and without it, so it is not tried there."""
+    """transformers 5.22 takes every_n_layers. With adapters it is not tried: that saves a trace and may miss a plan in between."""
     return _version() >= (5, 22) and job.model.lora is None
 
 
