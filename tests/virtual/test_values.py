@@ -40,6 +40,10 @@ optimizer.step(closure)
 optimizer.step()
 optimizer.zero_grad()
 facts["after_step"] = counted.sum().item()
+picked = torch.arange(6, device="cuda")
+facts["picked"] = [picked[picked > 3].tolist(), picked.masked_select(picked < 2).tolist()]
+facts["selected_floats"] = list(x.masked_select(padded[..., None] > 0).shape)
+facts["by_shape"] = [torch.ones_like(x, dtype=torch.long).sum().item(), x.new_full((2,), 3, dtype=torch.long).tolist()]
 with torch.device("cuda"):
     facts["default_device"] = torch.arange(3).tolist()
 """
@@ -58,6 +62,9 @@ def test_values_that_follow_from_the_host_are_true(on_virtual: Callable[..., Any
         "unknown": 0,
         "in_closure": 3,
         "after_step": 3,
+        "picked": [[4, 5], [0, 1]],
+        "selected_floats": [29 * 16],
+        "by_shape": [512, [3, 3]],
         "default_device": [0, 1, 2],
     }
 
@@ -72,16 +79,19 @@ def kernels() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("capability", "built_for", "runs"),
+    ("capability", "built_for", "loaded"),
     [
-        ((8, 6), ["sm_80", "sm_90"], True),
-        ((8, 0), ["sm_86", "sm_90"], False),
-        ((7, 0), ["sm_75", "sm_80"], False),
-        ((12, 0), ["sm_100", "sm_120"], True),
-        ((12, 1), ["sm_80", "compute_90"], True),
-        ((9, 0), ["sm_90a"], True),
-        ((6, 0), [], False),
+        ((8, 6), ["sm_80", "sm_90"], (8, 0)),
+        ((8, 9), ["sm_80", "sm_86", "sm_90"], (8, 6)),
+        ((8, 0), ["sm_86", "sm_90"], None),
+        ((7, 0), ["sm_75", "sm_80"], None),
+        ((12, 0), ["sm_100", "sm_120"], (12, 0)),
+        ((12, 1), ["sm_80", "compute_90"], (9, 0)),
+        ((9, 0), ["sm_90a"], (9, 0)),
+        ((6, 0), [], None),
     ],
 )
-def test_which_cards_a_build_serves(kernels: ModuleType, capability: tuple[int, int], built_for: list[str], runs: bool) -> None:
-    assert kernels.runs_on(capability, built_for) is runs
+def test_which_kernels_a_card_loads(
+    kernels: ModuleType, capability: tuple[int, int], built_for: list[str], loaded: tuple[int, int] | None
+) -> None:
+    assert kernels.loaded_on(capability, built_for) == loaded

@@ -16,6 +16,10 @@ static int no_kernel_image;
 /* called by the Python side once it knows for which architectures this torch was built */
 API void hfopt_virtual_refuse_kernels(void) { no_kernel_image = 1; }
 
+/* the same way: the architecture of the kernels this card would load, by which CUB picks a variant among those compiled in */
+static int kernels_cc;
+API void hfopt_virtual_kernels_of(int cc) { kernels_cc = cc; }
+
 static cudaError_t launch(void)
 {
     if (no_kernel_image) return fail(cudaErrorNoKernelImageForDevice);
@@ -102,7 +106,7 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, 
 
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f)
 {
-    int cc = card()->major * 10 + card()->minor;
+    int cc = kernels_cc ? kernels_cc : card()->major * 10 + card()->minor;
     (void)f;
     memset(a, 0, sizeof *a);
     a->maxThreadsPerBlock = 1024;

@@ -32,6 +32,8 @@ _PASSED_THROUGH = {
 }
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "equal"}
 _RANDOM = {"randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "multinomial", "random_"}
+_BY_SHAPE_ALONE = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+_READ_INSIDE = {"ctc_loss": {2: "input_lengths", 3: "target_lengths"}}  # arguments the C++ side copies to the host by itself
 _twins = WeakTensorKeyDictionary()
 
 
@@ -83,10 +85,28 @@ def _without_masks(index: Any) -> Any:
     items: list[Any] = []
     for item in index if type(index) is tuple else (index,):
         if isinstance(item, torch.Tensor) and item.dtype == torch.bool and item in _twins:
-            items.extend(found.to(item.device) for found in _twins[item].nonzero(as_tuple=True))
+            items.extend(_remember(found.to(item.device), found) for found in _twins[item].nonzero(as_tuple=True))
         else:
             items.append(item)
     return items[0] if len(items) == 1 else tuple(items)
+
+
+def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """masked_select, which on CUDA is an index by the mask."""
+    shape = torch.broadcast_shapes(values.shape, mask.shape)
+    where = _twins[mask].expand(shape).nonzero(as_tuple=True)
+    out: torch.Tensor = values.expand(shape)[tuple(found.to(mask.device) for found in where)]
+    return _remember(out, _twins[values].expand(shape)[where]) if values in _twins else out
+
+
+def _with_true_lengths(read: dict[int, str], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments a function reads on the host without our seeing it, as host tensors where their values are known."""
+
+    def true(value: Any) -> Any:
+        return _twins.get(value, value) if isinstance(value, torch.Tensor) and value.is_cuda else value
+
+    positional = tuple(true(value) if place in read else value for place, value in enumerate(args))
+    return positional, {key: true(value) if key in read.values() else value for key, value in kwargs.items()}
 
 
 def _cuda_arguments(values: Iterable[Any]) -> tuple[bool, bool]:
@@ -117,7 +137,13 @@ class _Values(TorchFunctionMode):  # type: ignore[misc]
             return func(*map(_on_host if known else _zeros, args), **kwargs)
         if any_cuda and name in ("__getitem__", "__setitem__"):
             args = (args[0], _without_masks(args[1]), *args[2:])
+        if any_cuda and name in _READ_INSIDE:
+            args, kwargs = _with_true_lengths(_READ_INSIDE[name], args, kwargs)
+        if any_cuda and name == "masked_select" and len(args) == 2 and args[1] in _twins:
+            return _select(*args)
         out = func(*args, **kwargs)
+        if any_cuda and not known and name in _BY_SHAPE_ALONE and args and _may_have_twin(out):
+            args, known = (torch.empty_like(args[0], device="cpu"), *args[1:]), True
         if not known or name in _RANDOM:
             if any_cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
                 _twins.pop(args[0], None)  # overwritten with something unknown

@@ -40,8 +40,7 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
 def _after_torch(_torch: ModuleType) -> None:
     if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
         importlib.import_module("hfopt_virtual_values").install()
-    if os.environ.get("HFOPT_VIRTUAL_STRICT") == "1":
-        importlib.import_module("hfopt_virtual_kernels").refuse_what_would_not_run()
+    importlib.import_module("hfopt_virtual_kernels").choose()
     if "HFOPT_REHEARSAL" in os.environ:
         recorder = importlib.import_module("hfopt_rehearsal").install()
         follow = importlib.import_module("hfopt_rehearsal_trainer").install
