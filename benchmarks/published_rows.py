@@ -204,7 +204,7 @@ def _length(row: Row, batch: int) -> int:
     if "15026" in row["source"]:
         return _longest_of(batch, median=30, spread=0.55, limit=512)
     if "MetaMathQA" in row["source"]:
-        return 210  # about 4.2 million tokens in 20,000 samples (the results files' train_total_tokens), bucketed by length: little padding
+        return 210  # an assumption: remembered as about 4.2 million tokens in 20,000 samples, bucketed by length; not looked up
     if match := re.match(r"^(\d+) max \(packed", text):
         if row["notes"].startswith("Baseline"):
             raise NotACase("unpacked samples of unknown length")
@@ -213,7 +213,7 @@ def _length(row: Row, batch: int) -> int:
 
 
 def _longest_of(count: int, *, median: float, spread: float, limit: int) -> int:
-    """The expected longest of `count` sentences with log-normal lengths (WMT en-ro: median about 30 T5 tokens with the task's prefix)."""
+    """The expected longest of `count` sentences with log-normal lengths; the median of 30 tokens is an assumption."""
     quantile = 0.5 if count == 1 else 1 - 0.56 / count
     z = math.sqrt(2) * float(torch.erfinv(torch.tensor(2 * quantile - 1, dtype=torch.float64)))
     return min(limit, round(median * math.exp(spread * z)))
