@@ -35,7 +35,7 @@ def estimate(
     with people().status("reading the model …") as status:
         from hfopt.planner.memory_table import memory_table, read_subject
         from hfopt.planner.request import Request
-        from hfopt.workload.recipe import quietly
+        from hfopt.quiet import quietly
 
         request = Request(
             gpu=gpu,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.modules import ModuleNames
 from hfopt.estimate.trace import CostFunction, Recorder, Trace
 from hfopt.estimate.values import Values, attach
+from hfopt.quiet import quietly
 
 Script = Callable[["Session"], None]
 
@@ -78,7 +78,7 @@ class Tracer:
         trace = Trace(batch_size)
         recorder = Recorder(trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count)
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
-        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), _quietly(), plain:
+        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
             torch.manual_seed(0)
             real = self._make_batch(batch_size)
             with self._fake_mode, cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
@@ -174,18 +174,3 @@ def _probe_use_count(kernels: Kernels, values: Values, run: FastFake) -> int:
         x = torch.zeros(2, 4)
         ((x @ weight) @ weight).sum().backward()
     return min(seen)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the model's remarks about its own step: the user sees them when it trains."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)

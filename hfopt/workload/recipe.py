@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +12,7 @@ import transformers
 from torch import nn
 
 from hfopt.errors import WorkloadError
+from hfopt.quiet import quietly
 from hfopt.schema import ModelSpec
 from hfopt.workload.adapters import add_lora, freeze
 from hfopt.workload.build import build_here, skeleton
@@ -145,21 +143,6 @@ def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise WorkloadError(f"{stated!r} is not a dtype for weights", hint="use float32, bfloat16, float16 or auto")
     return dtype
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """Without the model's own remarks about its configuration, which the user cannot act on here."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def _untie(model: Any) -> None:
