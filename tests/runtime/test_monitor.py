@@ -76,7 +76,7 @@ def test_times_are_those_of_the_phases(tmp_path: Path) -> None:
 
 
 def test_a_slow_collator_is_found_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(tmp_path, HFGpuMonitor(), collator=SlowCollator(0.03), max_steps=16).train()
+    trainer(tmp_path, HFGpuMonitor(), collator=SlowCollator(0.1), max_steps=16).train()
     (finding,) = [line for line in lines(tmp_path, "finding") if line["cause"] == "input_bound"]
     assert finding["evidence"]["data_wait_share"] > 0.4 and finding["confidence"] > 0.9
     assert {change["key"] for change in finding["changes"]} >= {"dataloader_num_workers"}
@@ -85,7 +85,7 @@ def test_a_slow_collator_is_found_and_told_once(tmp_path: Path, capsys: pytest.C
 
 
 def test_evaluation_at_every_step_is_found(tmp_path: Path) -> None:
-    trainer(tmp_path, HFGpuMonitor(), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1).train()
+    trainer(tmp_path, HFGpuMonitor(), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=1, max_steps=60).train()
     assert "eval_heavy" in {line["cause"] for line in lines(tmp_path, "finding")}
     (summary,) = lines(tmp_path, "summary")
     assert sum(window["window"]["evals"] for window in lines(tmp_path, "window")) >= 10
@@ -210,7 +210,7 @@ def test_the_bar_shows_the_status(tmp_path: Path) -> None:
         def write(self, text: str, file: Any = None) -> None:
             shown.append(text)
 
-    run = trainer(tmp_path, HFGpuMonitor(interval=0.02), collator=SlowCollator(0.02))
+    run = trainer(tmp_path, HFGpuMonitor(interval=0.02), collator=SlowCollator(0.02), max_steps=60)
     run.add_callback(Bar())
     run.train()
     assert any("CPU: " in text and "RAM: " in text and "data wait " in text and "GPU" not in text for text in shown)

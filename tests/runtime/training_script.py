@@ -78,18 +78,13 @@ arguments = TrainingArguments(
 )
 trainer = Trainer(model=LlamaForCausalLM(config).double(), args=arguments, train_dataset=Samples(), callbacks=[Trouble()])
 trainer.train()
-print(
-    "RESULT",
-    json.dumps(
-        {
-            "rank": RANK,
-            "step": trainer.state.global_step,
-            "batch": trainer.args.per_device_train_batch_size,
-            "used_batch": trainer._train_batch_size,
-            "accumulation": trainer.args.gradient_accumulation_steps,
-            "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
-            "weights": float(sum(p.detach().abs().sum() for p in trainer.model.parameters())),
-        }
-    ),
-    flush=True,
-)
+result = {
+    "rank": RANK,
+    "step": trainer.state.global_step,
+    "batch": trainer.args.per_device_train_batch_size,
+    "used_batch": trainer._train_batch_size,
+    "accumulation": trainer.args.gradient_accumulation_steps,
+    "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+    "weights": float(sum(p.detach().abs().sum() for p in trainer.model.parameters())),
+}
+os.write(1, f"RESULT {json.dumps(result)}\n".encode())  # one write: two ranks' lines are not mixed
