@@ -545,26 +545,37 @@ class TimelinePoint:
 
     position: float  # 0..1, share of the step's allocation events gone by
     bytes_by_category: Mapping[str, int]
-    moment: str | None = None
+    moment: str | None = None  # phase, module and operation
+    phase: str | None = None  # forward, backward, optimizer
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_by_category.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPoint:
-    """What one per-device batch size would cost and bring."""
+    """What one per-device batch size would cost and bring, all else as chosen but the checkpointing."""
 
     batch: int
     checkpointing: bool
     device_bytes: int
-    samples_per_s: float | None
-    fits: bool
+    samples_per_s: float | None  # with the accumulation nearest to the effective batch
+    fits: bool  # within the budget, the headroom left free
+    keeps_effective_batch: bool = False  # an exact divisor: only these can be chosen
+    chosen: bool = False
+    every_n_layers: int = 0  # the curve it belongs to: 0 is no checkpointing, 1 every layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanCharts:
     """What the page draws beside the facts."""
 
-    timeline: tuple[TimelinePoint, ...] = ()
-    batches: tuple[BatchPoint, ...] = ()
+    timeline: tuple[TimelinePoint, ...] = ()  # one optimizer step at the chosen batch, in the order of its events
+    peak: TimelinePoint | None = None  # the highest of them
+    batches: tuple[BatchPoint, ...] = ()  # by curve, then by batch
+    device_bytes: int | None = None  # what CUDA shows as the card's memory: the line no curve may cross
+    budget_bytes: int | None = None  # what the plan may use of it
 
 
 # ---------------------------------------------------------------------------------------------- run time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,25 @@ def test_every_change_has_its_reason_and_the_report_shows_it(tmp_path: Path, mod
     for change in result.facts.changes:
         assert change.key in report and change.reason in report
     assert "\x1b[" not in report
+
+
+def test_the_charts_hold_the_peak_the_limit_and_the_chosen_batch(tmp_path: Path, model: Path) -> None:
+    result = made(write(tmp_path, model, gradient_accumulation_steps=4))
+    drawn, after = result.charts, result.facts.after
+    positions = [point.position for point in drawn.timeline]
+    assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
+    assert {"forward", "backward", "optimizer"} <= {point.phase for point in drawn.timeline}
+    assert drawn.peak is not None and drawn.peak in drawn.timeline
+    assert after.memory.breakdown is not None
+    held = after.memory.breakdown.total_bytes - after.memory.breakdown.fragmentation_bytes
+    assert drawn.peak.total_bytes == pytest.approx(held, rel=1e-3)
+    assert drawn.device_bytes is not None and drawn.budget_bytes == result.facts.budget_bytes < drawn.device_bytes
+    (chosen,) = [point for point in drawn.batches if point.chosen]
+    assert chosen.batch == after.candidate.per_device_batch and chosen.fits and chosen.keeps_effective_batch
+    assert chosen.device_bytes == after.memory.device_bytes
+    own = [point for point in drawn.batches if point.every_n_layers == chosen.every_n_layers]
+    assert [p.batch for p in own] == sorted(p.batch for p in own) and own[-1].batch > 32
+    assert all(a.device_bytes <= b.device_bytes * 1.02 for a, b in itertools.pairwise(own))
 
 
 def test_a_plan_of_the_plan_changes_nothing(tmp_path: Path, model: Path) -> None:

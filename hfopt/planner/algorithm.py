@@ -19,6 +19,7 @@ from hfopt.config.installed import installed
 from hfopt.config.step import checkpointing_of, precision_of
 from hfopt.planner.advice import advice
 from hfopt.planner.ahead import Estimator
+from hfopt.planner.charts import charts
 from hfopt.planner.device import Device, device_of
 from hfopt.planner.feeding import Feeding
 from hfopt.planner.pricing import Pricing
@@ -107,7 +108,12 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
         neutrality=neutrality,
         notes=(*_notes(subject, device, allowed, pricing, winner), *_failures(verdict)),
     )
-    return Plan(facts=replace(facts, advice=advice(facts, pricing, winner_time)), loaded=subject.loaded, trial_runs=verdict.runs)
+    return Plan(
+        facts=replace(facts, advice=advice(facts, pricing, winner_time)),
+        loaded=subject.loaded,
+        charts=charts(pricing, space, winner, device.gpu),
+        trial_runs=verdict.runs,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- the pieces of the space

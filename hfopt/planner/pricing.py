@@ -6,7 +6,7 @@ through the forward), so any trace of a setting gives its kernels; and the trace
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfopt.estimate.memory import Estimate
@@ -97,9 +97,7 @@ class Pricing:
 
     def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
         peak = self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments)
-        added = self.offset_bytes
-        if self._small_gradients and candidate.accumulation > 1:
-            added += 4 * self.workload.trainable_parameters
+        added = self._added_bytes(candidate)
         if not added:
             return peak
         return replace(
@@ -114,6 +112,18 @@ class Pricing:
         settings = self._any_accumulation(candidate)
         accumulation = candidate.accumulation if settings is None else settings.accumulation
         return self.memory(replace(candidate, accumulation=accumulation))
+
+    def nearest_device_bytes(self, candidate: Candidate, batches: Sequence[int]) -> tuple[int, ...]:
+        """The same for many batch sizes, quickly and to a few per mille; the candidate's settings must be traced."""
+        settings = self._any_accumulation(candidate)
+        assert settings is not None, "a curve is drawn only where there is a trace"
+        added = self._added_bytes(candidate)
+        return tuple(peak.device_bytes + added for peak in self._estimate(settings).curve.peaks(batches))
+
+    def _added_bytes(self, candidate: Candidate) -> int:
+        """What the trace leaves out: the other devices' part, and an adapter's gradients under accumulation."""
+        held = 4 * self.workload.trainable_parameters if self._small_gradients and candidate.accumulation > 1 else 0
+        return self.offset_bytes + held
 
     def fits(self, candidate: Candidate) -> bool:
         limit = self._limit(self.settings(candidate))
