@@ -578,6 +578,54 @@ class PlanCharts:
     budget_bytes: int | None = None  # what the plan may use of it
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPoint:
+    """One window of a run, for the charts."""
+
+    until_s: float  # seconds after the run began at which the window ended; it began where the one before ended
+    last_step: int
+    figures: Mapping[str, float]  # the monitor's metrics (docs/monitor.md), without their prefix
+    shares: Mapping[str, float]  # where the window's time went, adding up to 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunMark:
+    """Something that began in a run: a finding, or memory that ran out."""
+
+    title: str
+    words: str
+    step: int
+    at_s: float  # after the run began
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """A run as the page shows it."""
+
+    name: str
+    what: str  # model, device, versions
+    ending: str
+    begin_s: float  # where the first window begins; the first step is warm-up and in none
+    points: tuple[RunPoint, ...]
+    marks: tuple[RunMark, ...]
+    figures: Mapping[str, float]  # of the whole run
+    card_bytes: int | None = None
+    ram_bytes: int | None = None
+    power_limit_w: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDifference:
+    """One line of before and after, in words."""
+
+    what: str
+    before: str
+    after: str
+    change: str = ""
+    verdict: Literal["better", "worse", ""] = ""
+
+
 # ---------------------------------------------------------------------------------------------- run time
 
 

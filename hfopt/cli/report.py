@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hfopt.cli.output import write_out
+
+if TYPE_CHECKING:
+    from hfopt.runtime.watch.history import History
 
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run with HFGpuMonitor, or its monitor.jsonl.")],
     after: Annotated[Path | None, typer.Argument(metavar="[RUN_DIR2]", help="A second run: shows before and after.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts there.")] = None,
 ) -> None:
     """Tell how a run went: pace, where the time went, memory, and what held it back.
 
@@ -21,12 +27,15 @@ def report(
     Examples:
       hfopt report out                   one run, finished, killed or still going on
       hfopt report out-before out-after  what a change of settings brought
+      hfopt report out --html run.html   the same with charts, for a browser
       hfopt report out --json | jq .metrics
     """
     from hfopt.runtime.watch import history, report_text
 
     first = history.load(run)
     second = history.load(after) if after is not None else None
+    if html_file is not None:
+        write_out(_page(first, second), html_file)
     if as_json:
         facts = history.as_json(first)
         if second is not None:
@@ -34,3 +43,13 @@ def report(
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
         sys.stdout.write(report_text.report(first) if second is None else report_text.compare(first, second))
+
+
+def _page(first: History, second: History | None) -> bytes:
+    from hfopt.report import run_page
+    from hfopt.runtime.watch import course, report_text
+
+    if second is None:
+        return run_page.run_page(course.view(first))
+    figures, settings = report_text.differences(first, second), report_text.differing_settings(first, second)
+    return run_page.comparison_page(course.view(first), course.view(second), figures, settings)

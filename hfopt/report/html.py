@@ -1,13 +1,16 @@
 """One self-contained page: style, charts and their library inside the file, readable in light and dark and at phone width.
 
-Nothing a config or a log says reaches the page unescaped: text goes through `html.escape`, charts through plotly's JSON, which escapes `<`.
+Nothing a config or a log says reaches the page unescaped: text goes through `html.escape`, charts are JSON with `<` escaped, in script
+elements that the browser does not run. plotly's library is packed (gzip, base64: 1.9 MB instead of 4.8) and unpacked by the browser.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from hfopt.errors import HfoptError
 
@@ -17,35 +20,57 @@ if TYPE_CHECKING:
 PALETTE = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --panel: #f6f8fa; --line: #d0d7de; }
+:root { color-scheme: light dark; --ink: #1b1f24; --soft: #57606a; --paper: #fff; --panel: #f6f8fa; --line: #d0d7de;
+  --good: #1a7f37; --bad: #cf222e; }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --soft: #9198a1; --paper: #0d1117; --panel: #161b22; --line: #3d444d; } }
+  :root { --ink: #e6edf3; --soft: #9198a1; --paper: #0d1117; --panel: #161b22; --line: #3d444d; --good: #3fb950; --bad: #f85149; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 68rem; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: .5rem 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); font-size: .875rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .75rem; margin: 1rem 0; }
+p { margin: .4rem 0; overflow-wrap: anywhere; } .soft { color: var(--soft); font-size: .875rem; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .tile { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .75rem; overflow-wrap: anywhere; }
-.tile b { display: block; font-size: 1.25rem; } .tile span { color: var(--soft); font-size: .8rem; }
+.tile b { display: block; font-size: 1.25rem; line-height: 1.3; } .tile span { color: var(--soft); font-size: .8rem; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
-th, td { text-align: left; padding: .4rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: anywhere; }
-th { color: var(--soft); font-weight: 600; } code { font-size: .875em; }
-.chart { height: 24rem; margin: .5rem 0; } @media (max-width: 40rem) { body { font-size: 15px; padding: .6rem; } .chart { height: 20rem; } }
+th, td { text-align: left; padding: .4rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: break-word; }
+th { color: var(--soft); font-weight: 600; } td.better { color: var(--good); } td.worse { color: var(--bad); }
+.chart { height: 22rem; margin: .5rem 0; }
+@media (max-width: 40rem) {
+  body { font-size: 15px; padding: .6rem; } .chart { height: 20rem; } th, td { padding: .35rem .4rem; }
+  .stack thead { display: none; } .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  .stack td { display: block; border: 0; padding: .1rem 0; } .stack td:not([data-head=""])::before { content: attr(data-head) ': ';
+    color: var(--soft); } }
 """
 
-_THEME = """
-const hfoptTheme = () => {
-  const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+_DRAW = """
+const charts = [...document.querySelectorAll('.chart')];
+const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const paint = () => {
   const ink = colour('--ink'), line = colour('--line');
-  for (const chart of document.querySelectorAll('.js-plotly-plot')) {
-    const update = {'font.color': ink};
-    for (const axis of Object.keys(chart._fullLayout || {}).filter(k => /^[xy]axis\\d*$/.test(k)))
+  for (const chart of charts) {
+    const update = {'font.color': ink, 'hoverlabel.bgcolor': colour('--panel'), 'hoverlabel.font.color': ink};
+    for (const axis of Object.keys(chart._fullLayout).filter(key => /^[xy]axis\\d*$/.test(key)))
       Object.assign(update, {[axis + '.gridcolor']: line, [axis + '.zerolinecolor']: line, [axis + '.linecolor']: line});
     Plotly.relayout(chart, update);
   }
 };
-addEventListener('load', hfoptTheme);
-matchMedia('(prefers-color-scheme: dark)').addEventListener('change', hfoptTheme);
+const draw = async () => {
+  const packed = Uint8Array.from(atob(document.getElementById('plotly').textContent), sign => sign.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream('gzip'));
+  const library = document.createElement('script');
+  library.textContent = await new Response(unpacked).text();
+  document.head.append(library);
+  for (const chart of charts) {
+    const {data, layout} = JSON.parse(chart.querySelector('script').textContent);
+    await Plotly.newPlot(chart, data, layout, {responsive: true, displayModeBar: false});
+  }
+  paint();
+  matchMedia('(prefers-color-scheme: dark)').addEventListener('change', paint);
+  document.body.dataset.drawn = charts.length;
+};
+if (!charts.length) document.body.dataset.drawn = 0;
+else if ('DecompressionStream' in window) draw();
+else for (const chart of charts) chart.textContent = 'The charts need a browser of 2023 or later; the tables say the same.';
 """
 
 
@@ -60,28 +85,40 @@ def figure() -> Figure:
         colorway=PALETTE,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        margin={"l": 56, "r": 16, "t": 16, "b": 48},
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+        margin={"l": 56, "r": 16, "t": 24, "b": 48},
+        legend={"orientation": "h", "y": 1.08, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
         hovermode="x unified",
-        hoverlabel={"bgcolor": "#161b22", "font": {"color": "#e6edf3"}},
+        xaxis={"automargin": True},
+        yaxis={"automargin": True},
     )
     return go.Figure(layout=layout)
 
 
 def chart(drawn: Figure, *, label: str) -> str:
     """A chart as a piece of the page; `label` is what a screen reader says."""
-    from plotly.io import to_html
-
-    body = to_html(drawn, full_html=False, include_plotlyjs=False, config={"responsive": True, "displayModeBar": False})
-    return f'<div class="chart" role="img" aria-label="{html.escape(label)}">{body}</div>'
+    data = drawn.to_json().replace("<", "\\u003c")
+    return f'<div class="chart" role="img" aria-label="{html.escape(label)}"><script type="application/json">{data}</script></div>'
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    def cells(tag: str, values: Sequence[object]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(str(value))}</{tag}>" for value in values) + "</tr>"
+class Toned(NamedTuple):
+    """A cell that is coloured: `better`, `worse` or plain."""
 
-    body = "".join(cells("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{cells("th", head)}</thead><tbody>{body}</tbody></table></div>'
+    text: str
+    tone: str
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, stack: bool = False) -> str:
+    """With `stack` a phone shows each row as a block, for cells that hold sentences."""
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(_cell(name, value) for name, value in zip(head, row, strict=True))}</tr>" for row in rows)
+    css = ' class="stack"' if stack else ""
+    return f'<div class="scroll"><table{css}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(head: str, value: object) -> str:
+    text, tone = value if isinstance(value, Toned) else (str(value), "")
+    css = f' class="{tone}"' if tone else ""
+    return f'<td data-head="{html.escape(head)}"{css}>{html.escape(text)}</td>'
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
@@ -99,11 +136,17 @@ def section(title: str, *pieces: str) -> str:
 
 
 def page(title: str, *pieces: str) -> bytes:
-    """The whole file."""
-    from plotly.offline import get_plotlyjs
-
+    """The whole file; the library is in it only where there is a chart."""
+    body = "".join(pieces)
+    library = f'<script type="application/octet-stream" id="plotly">{_packed_plotly()}</script>' if 'class="chart"' in body else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>"
-        f"<body><h1>{html.escape(title)}</h1>{''.join(pieces)}<script>{_THEME}</script></body></html>"
-    ).encode()
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{html.escape(title)}</h1>{body}{library}<script>{_DRAW}</script></body></html>"
+    ).encode(errors="replace")  # a log may hold half a character
+
+
+def _packed_plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

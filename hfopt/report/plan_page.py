@@ -21,7 +21,7 @@ def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
     pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device}", css="soft"), _summary(facts)]
     changes = [(change.key, _shown(change.before), _shown(change.after), change.reason) for change in facts.changes]
     pieces.append(
-        html.section("Changes and their reasons", html.table(("key", "before", "after", "why"), changes))
+        html.section("Changes and their reasons", html.table(("key", "before", "after", "why"), changes, stack=True))
         if changes
         else html.section("Changes", html.paragraph("Nothing to change: the config is already the best one found for this device."))
     )
@@ -136,7 +136,9 @@ def _others(facts: PlanFacts) -> str:
         for other in facts.alternatives[:8]
     ]
     rows += [(_words(other.candidate), "", "", other.reason) for other in facts.rejected[:8]]
-    return html.section("What else was tried", html.table(("candidate", "memory", "throughput", "why not"), rows)) if rows else ""
+    return (
+        html.section("What else was tried", html.table(("candidate", "memory", "throughput", "why not"), rows, stack=True)) if rows else ""
+    )
 
 
 def _words(candidate: Candidate) -> str:

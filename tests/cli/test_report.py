@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from watched import window
 
 from hfopt.cli import application
-from hfopt.errors import LogError
+from hfopt.errors import HfoptError, LogError
 from hfopt.runtime.log import RunLog
 
 runner, app = CliRunner(), application([])
@@ -44,6 +44,14 @@ def test_report_as_text_and_json(run_dir: Path) -> None:
 def test_report_of_two_runs_as_json(run_dir: Path) -> None:
     facts = json.loads(runner.invoke(app, ["report", str(run_dir), str(run_dir), "--json"]).stdout)
     assert facts["change"]["hfopt/samples_per_s"] == 0 and facts["before"] == facts["after"]
+
+
+def test_report_as_a_page(run_dir: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.html", tmp_path / "two.html"
+    assert "forward+backward" in runner.invoke(app, ["report", str(run_dir), "--html", str(one)]).stdout
+    assert runner.invoke(app, ["report", str(run_dir), str(run_dir), "--html", str(two)]).exit_code == 0
+    assert "BertModel on cuda" in one.read_text() and "Before and after" in two.read_text()
+    assert isinstance(runner.invoke(app, ["report", str(run_dir), "--html", str(tmp_path / "no" / "x.html")]).exception, HfoptError)
 
 
 def test_report_of_nothing_is_an_error_with_a_hint(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A plan made by hand, and a real browser to open pages in."""
+"""A plan and a run made by hand, and a real browser to open pages in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,9 @@ from hfopt.schema import (
     PlanFacts,
     Priced,
     Rejection,
+    RunMark,
+    RunPoint,
+    RunView,
     StepTime,
     TimelinePoint,
     TrainJob,
@@ -41,11 +45,25 @@ PROBE = """
 const errors = [];
 addEventListener('error', e => errors.push(String(e.message)), true);
 console.error = (...words) => errors.push(words.join(' '));
-addEventListener('load', () => setTimeout(() => parent.postMessage(JSON.stringify({
-  errors, title: document.title, images: document.images.length,
-  width: innerWidth, overflow: document.documentElement.scrollWidth - innerWidth,
-  charts: [...document.querySelectorAll('.js-plotly-plot')].map(chart => chart.querySelectorAll('svg path').length),
-}), '*'), 1500));
+addEventListener('unhandledrejection', e => errors.push(String(e.reason)));
+const rgb = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+const light = text => rgb(text).map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const tell = () => {
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  const against = text => (Math.max(light(text), paper) + 0.05) / (Math.min(light(text), paper) + 0.05);
+  const texts = [...document.querySelectorAll('h1, td, .tile span')].map(place => getComputedStyle(place).color);
+  texts.push(...[...document.querySelectorAll('.xtick text, .legendtext')].map(place => getComputedStyle(place).fill));
+  parent.postMessage(JSON.stringify({
+    errors, title: document.title, images: document.images.length, dark: paper < 0.2, contrast: Math.min(...texts.map(against)),
+    width: innerWidth, overflow: document.documentElement.scrollWidth - innerWidth,
+    charts: [...document.querySelectorAll('.js-plotly-plot')].map(chart => chart.querySelectorAll('svg path').length),
+    words: document.body.innerText + [...document.querySelectorAll('svg text')].map(place => place.textContent).join(' '),
+    requests: performance.getEntriesByType('resource').length,
+  }), '*');
+};
+const wait = () => document.body.dataset.drawn === undefined ? setTimeout(wait, 50) : setTimeout(tell, 300);
+addEventListener('load', wait);
 """
 
 
@@ -105,23 +123,62 @@ def charts() -> PlanCharts:
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Callable[[Path, int], dict[str, object]]:
-    """Opens a page in headless Chromium at a width and returns what its own scripts saw: errors, charts drawn, overflow, title."""
+def run() -> RunView:
+    """Forty minutes on a card; data becomes slow after ten, and memory runs out once."""
+    points = []
+    for i in range(40):
+        wait = 0.02 if i < 10 else 0.4
+        figures = {
+            "gpu_util": 96 - 100 * wait,
+            "gpu_util_min": 90 - 100 * wait,
+            "gpu_util_max": 99.0,
+            "cpu_util": 20.0,
+            "gpu_memory_used_gib": 12 + min(i, 10) / 2,
+            "memory_reserved_gib": 11.0,
+            "data_wait": wait,
+            "gpu_power_w": 140 - 100 * wait,
+            "samples_per_s": 26 * (1 - wait),
+        }
+        shares = {"data wait": wait, "forward+backward": 0.9 - wait, "optimizer": 0.1}
+        points.append(RunPoint(until_s=60.0 * (i + 1), last_step=100 * (i + 1), figures=figures, shares=shares))
+    marks = (
+        RunMark(title="input_bound", words=HOSTILE, step=1001, at_s=600.0),
+        RunMark(title="out of memory", words="in backward with 16 samples", step=2000, at_s=1200.0),
+    )
+    return RunView(
+        name=HOSTILE,
+        what="BertModel on A10",
+        ending="finished at step 4000",
+        begin_s=5.0,
+        points=tuple(points),
+        marks=marks,
+        figures={"samples_per_s": 18.0, "data_wait": 0.3, "gpu_util": 65.0, "mfu": 0.4},
+        card_bytes=24 * GIB,
+        power_limit_w=150.0,
+    )
+
+
+Browser = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Browser:
+    """Opens a page in headless Chromium at a width and returns what its own scripts saw: errors, charts drawn, overflow, contrast."""
     program = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     if program is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
 
-    def look(page: Path, width: int) -> dict[str, object]:
-        (tmp_path / "probed.html").write_text(page.read_text().replace("<head>", f"<head><script>{PROBE}</script>", 1))
+    def look(page: bytes, width: int, *, dark: bool = False) -> dict[str, Any]:
+        (tmp_path / "probed.html").write_text(page.decode().replace("<head>", f"<head><script>{PROBE}</script>", 1))
         frame = tmp_path / "frame.html"  # Chromium's smallest window is 500 px wide: a phone is a frame of that width
         frame.write_text(
             f'<iframe src="probed.html" style="width:{width}px;height:900px;border:0"></iframe><pre id="probe"></pre>'
             "<script>onmessage = e => document.getElementById('probe').textContent = e.data</script>"
         )
-        profile = f"--user-data-dir={tmp_path / 'profile'}"
-        command = [program, *FLAGS.split(), profile, "--virtual-time-budget=10000", "--dump-dom", frame.as_uri()]
+        own = [f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+        command = [program, *FLAGS.split(), *own, "--virtual-time-budget=10000", "--dump-dom", frame.as_uri()]
         result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-        seen: dict[str, object] = json.loads(html.unescape(result.stdout.split('<pre id="probe">')[1].split("</pre>")[0]))
+        seen: dict[str, Any] = json.loads(html.unescape(result.stdout.split('<pre id="probe">')[1].split("</pre>")[0]))
         return seen
 
     return look

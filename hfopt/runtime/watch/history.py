@@ -21,9 +21,10 @@ class History:
 
     path: Path
     header: Mapping[str, Any]
+    windows: tuple[tuple[float, Window], ...]  # with the time each was written
     total: Window | None
     findings: tuple[Mapping[str, Any], ...]
-    resolved: Mapping[str, int]  # cause -> step
+    resolved: tuple[Mapping[str, Any], ...]
     fallbacks: tuple[Mapping[str, Any], ...]
     summary: Mapping[str, Any] | None  # None: still running, or killed
     last_time: float
@@ -32,6 +33,11 @@ class History:
     @property
     def finished(self) -> bool:
         return self.summary is not None
+
+    def end_of(self, finding: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """The entry that says the finding's cause is gone; None: it held to the end."""
+        later = (entry for entry in self.resolved if entry["cause"] == finding["cause"] and entry["time"] >= finding["time"])
+        return next(later, None)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -64,7 +70,10 @@ def load(run: Path) -> History:
             sessions[-1].append(entry)
     if not sessions:
         raise LogError(f"{path} has no header line, so it is not a log of HFGpuMonitor")
-    return _history(path, sessions[-1], earlier=len(sessions) - 1)
+    try:
+        return _history(path, sessions[-1], earlier=len(sessions) - 1)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise LogError(f"{path} was not written by this version of HFGpuMonitor: {error}", hint="or it was changed by hand") from error
 
 
 def _rotated_copy(sessions: list[list[dict[str, Any]]], header: Mapping[str, Any]) -> bool:
@@ -73,22 +82,18 @@ def _rotated_copy(sessions: list[list[dict[str, Any]]], header: Mapping[str, Any
 
 
 def _history(path: Path, entries: list[dict[str, Any]], *, earlier: int) -> History:
-    total: Window | None = None
-    for entry in entries:
-        if entry["kind"] == "window":
-            window = window_from(entry["window"])
-            total = merge([total, window]) if total is not None else window
-
     def of_kind(kind: str) -> tuple[dict[str, Any], ...]:
         return tuple(entry for entry in entries if entry["kind"] == kind)
 
+    windows = tuple((entry["time"], window_from(entry["window"])) for entry in of_kind("window"))
     summaries = of_kind("summary")
     return History(
         path=path,
         header=entries[0],
-        total=total,
+        windows=windows,
+        total=merge([window for _, window in windows]) if windows else None,
         findings=of_kind("finding"),
-        resolved={entry["cause"]: entry["step"] for entry in of_kind("resolved")},
+        resolved=of_kind("resolved"),
         fallbacks=of_kind("fallback"),
         summary=summaries[-1] if summaries else None,
         last_time=entries[-1]["time"],
@@ -132,7 +137,7 @@ def as_json(history: History) -> dict[str, Any]:
         "phases": {one.name: getattr(history.total.phases, one.name) for one in fields(Phases)} if history.total else {},
         "metrics": history.figures,
         "findings": [dict(finding) for finding in history.findings],
-        "resolved": dict(history.resolved),
+        "resolved": {entry["cause"]: entry["step"] for entry in history.resolved},
         "fallbacks": [dict(entry) for entry in history.fallbacks],
         "config": history.header.get("config", {}),
         "gpus": history.header.get("gpus", []),

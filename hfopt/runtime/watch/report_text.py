@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hfopt.runtime.watch import summary
 from hfopt.runtime.watch.alarms import sentence
 from hfopt.runtime.watch.history import History
 from hfopt.runtime.watch.reporters import PREFIX
-from hfopt.schema import Change, Finding, Window
+from hfopt.schema import Change, Finding, RunDifference, Window
 from hfopt.units import format_bytes, format_percent, format_seconds
 
 _BAR = 30
-_COMPARED = (  # what two runs are compared by, and whether more is better
+_COMPARED: tuple[tuple[str, str, bool | None], ...] = (  # what two runs are compared by, and whether more is better; None: neither
     ("samples_per_s", "samples/s", True),
     ("tokens_per_s", "tokens/s", True),
     ("step_s", "s per step", False),
@@ -28,10 +28,11 @@ _COMPARED = (  # what two runs are compared by, and whether more is better
     ("padding", "padding share", False),
     ("memory_reserved_gib", "reserved GiB", False),
     ("memory_allocated_gib", "allocated GiB", False),
-    ("gpu_power_w", "power W", False),
-    ("cpu_util", "CPU %", False),
+    ("gpu_power_w", "power W", None),
+    ("cpu_util", "CPU %", None),
 )
 _SHARES = ("mfu", "data_wait", "eval_share", "save_share", "padding")
+NO_WINDOW = "No window was written: the run ended before its first logging step."
 _NOT_A_SETTING = ("output_dir", "logging_dir", "run_name", "max_steps")
 
 
@@ -40,17 +41,13 @@ def report(history: History) -> str:
 
 
 def _report(history: History) -> Iterator[str]:
-    head, total = history.header, history.total
-    cards = ", ".join(gpu["name"] for gpu in head.get("gpus", ())) or head.get("device", "unknown device")
-    versions = head.get("versions", {})
-    ranks = f", {head['world_size']} ranks" if head.get("world_size", 1) > 1 else ""
-    software = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch") if name in versions)
-    yield f"{history.path.parent}: {head.get('model')} on {cards}{ranks} ({software})"
-    yield _ending(history)
+    total = history.total
+    yield f"{history.path.parent}: {what(history)}"
+    yield ending(history)
     if history.earlier_sessions:
         yield f"(the log holds {history.earlier_sessions} earlier session{'s' if history.earlier_sessions > 1 else ''}; this is the last)"
     if total is None:
-        yield "No window was written: the run ended before its first logging step."
+        yield NO_WINDOW
         return
     yield ""
     yield f"pace    {summary.one_line(history.figures)}"
@@ -60,7 +57,17 @@ def _report(history: History) -> Iterator[str]:
     yield from _notes(history)
 
 
-def _ending(history: History) -> str:
+def what(history: History) -> str:
+    """'BertModel on A10, 2 ranks (transformers 5.22.2, torch 2.15.0)'"""
+    head = history.header
+    cards = ", ".join(gpu["name"] for gpu in head.get("gpus", ())) or head.get("device", "unknown device")
+    versions = head.get("versions", {})
+    ranks = f", {head['world_size']} ranks" if head.get("world_size", 1) > 1 else ""
+    software = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch") if name in versions)
+    return f"{head.get('model')} on {cards}{ranks}" + (f" ({software})" if software else "")
+
+
+def ending(history: History) -> str:
     of = f" of {history.header['max_steps']}" if history.header.get("max_steps") else ""
     if history.finished:
         return f"finished at step {history.summary['step'] if history.summary else 0}{of}"
@@ -95,12 +102,18 @@ def _notes(history: History) -> Iterator[str]:
     if not history.findings:
         yield "Nothing was found that holds the run back."
     for entry in history.findings:
-        step = history.resolved.get(entry["cause"])
-        yield f"- step {entry['step']}: {sentence(finding_from(entry))}" + (f" [resolved at step {step}]" if step is not None else "")
+        end = history.end_of(entry)
+        yield f"- step {entry['step']}: {sentence(finding_from(entry))}" + (f" [resolved at step {end['step']}]" if end else "")
     if history.fallbacks:
-        yield f"- ran out of memory {len(history.fallbacks)} times and went on in smaller pieces"
-    for part, why in (history.summary or {}).get("off", {}).items():
-        yield f"- {part} failed: {why}"
+        times = len(history.fallbacks)
+        yield f"- ran out of memory {times} time{'s' if times > 1 else ''} and went on in smaller pieces"
+    for note in failures(history):
+        yield f"- {note}"
+
+
+def failures(history: History) -> list[str]:
+    """The parts of the monitor that switched themselves off."""
+    return [f"{part} failed: {why}" for part, why in (history.summary or {}).get("off", {}).items()]
 
 
 def finding_from(entry: Mapping[str, Any]) -> Finding:
@@ -119,31 +132,39 @@ def compare(before: History, after: History) -> str:
 
 
 def _compare(before: History, after: History) -> Iterator[str]:
-    yield f"before  {before.path.parent}: {_ending(before)}"
-    yield f"after   {after.path.parent}: {_ending(after)}"
+    yield f"before  {before.path.parent}: {ending(before)}"
+    yield f"after   {after.path.parent}: {ending(after)}"
     yield ""
     yield f"{'':<20}{'before':>12}{'after':>12}{'change':>14}"
-    for name, title, more_is_better in _COMPARED:
-        old, new = before.figures.get(PREFIX + name), after.figures.get(PREFIX + name)
-        if (old is None and new is None) or (not old and not new):
-            continue
-        share = name in _SHARES
-        change = _change(old, new, share)
-        yield f"{title:<20}{_number(old, share):>12}{_number(new, share):>12}{change:>14}{_verdict(old, new, more_is_better)}"
-    changed = differing(before.header.get("config", {}), after.header.get("config", {}))
+    for row in differences(before, after):
+        yield f"{row.what:<20}{row.before:>12}{row.after:>12}{row.change:>14}  {row.verdict}".rstrip()
+    changed = differing_settings(before, after)
     if changed:
         yield ""
         yield "settings that differ"
-        for key, (old, new) in changed.items():
-            yield f"  {key}: {old} -> {new}"
+        yield from (f"  {row.what}: {row.before} -> {row.after}" for row in changed)
     yield ""
     yield f"found before: {_causes(before)}"
     yield f"found after:  {_causes(after)}"
 
 
-def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    keys = [*before, *(key for key in after if key not in before)]
-    return {key: (before.get(key), after.get(key)) for key in keys if key not in _NOT_A_SETTING and before.get(key) != after.get(key)}
+def differences(before: History, after: History) -> list[RunDifference]:
+    """The figures at least one of the runs has, side by side."""
+    rows = []
+    for name, title, more_is_better in _COMPARED:
+        old, new = before.figures.get(PREFIX + name), after.figures.get(PREFIX + name)
+        if old or new:
+            share = name in _SHARES
+            verdict = _verdict(old, new, more_is_better, least=0.01 if share else 0.05 * abs(old or 0.0))
+            change = _change(old, new, share)
+            rows.append(RunDifference(what=title, before=_number(old, share), after=_number(new, share), change=change, verdict=verdict))
+    return rows
+
+
+def differing_settings(before: History, after: History) -> list[RunDifference]:
+    old, new = before.header.get("config", {}), after.header.get("config", {})
+    keys = [key for key in dict.fromkeys([*old, *new]) if key not in _NOT_A_SETTING and old.get(key) != new.get(key)]
+    return [RunDifference(what=key, before=str(old.get(key)), after=str(new.get(key))) for key in keys]
 
 
 def changes(before: History, after: History) -> dict[str, float]:
@@ -165,10 +186,14 @@ def _number(value: float | None, share: bool) -> str:
 def _change(old: float | None, new: float | None, share: bool) -> str:
     if old is None or new is None or not (old or share):
         return ""
-    return f"{100 * (new - old):+.1f} points" if share else f"{100 * (new / old - 1):+.1f} %"
+    return f"{_signed(100 * (new - old))} points" if share else f"{_signed(100 * (new / old - 1))} %"
 
 
-def _verdict(old: float | None, new: float | None, more_is_better: bool) -> str:
-    if old is None or new is None or abs(new - old) < 0.05 * max(abs(old), 0.02):
+def _signed(value: float) -> str:
+    return f"{value if abs(value) >= 0.05 else 0.0:+.1f}"
+
+
+def _verdict(old: float | None, new: float | None, more_is_better: bool | None, *, least: float) -> Literal["better", "worse", ""]:
+    if old is None or new is None or more_is_better is None or abs(new - old) < least or new == old:
         return ""
-    return "  better" if (new > old) == more_is_better else "  worse"
+    return "better" if (new > old) == more_is_better else "worse"

@@ -37,8 +37,8 @@ def one_line(figures: Mapping[str, float]) -> str:
     return ", ".join(parts)
 
 
-def parts(window: Window) -> list[tuple[str, float]]:
-    """Where the time went, as shares of it, the largest first; what is under half a percent is left out."""
+def shares(window: Window) -> dict[str, float]:
+    """Where the time went; they add up to 1."""
     phases, total = window.phases, window.phases.total_s
     named = {
         "forward+backward": phases.forward_backward_s,
@@ -49,8 +49,12 @@ def parts(window: Window) -> list[tuple[str, float]]:
         "logging": phases.logging_s,
         "other": phases.other_s,
     }
-    shares = [(name, seconds / total) for name, seconds in named.items() if total and seconds / total >= 0.005]
-    return sorted(shares, key=lambda pair: -pair[1])
+    return {name: seconds / total for name, seconds in named.items()} if total else {}
+
+
+def parts(window: Window) -> list[tuple[str, float]]:
+    """The shares, the largest first; what is under half a percent is left out."""
+    return sorted(((name, share) for name, share in shares(window).items() if share >= 0.005), key=lambda pair: -pair[1])
 
 
 def closing(window: Window, figures: Mapping[str, float], findings: Sequence[Finding], log: Path | None) -> str:
