@@ -29,7 +29,15 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = 1,
 ) -> None:
-    """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything."""
+    """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything.
+
+    \b
+    Examples:
+      hfopt check train.yaml                            every finding, with line and fix
+      hfopt check train.yaml --upgrade -o train.yaml    repair what can be, in place
+      hfopt check all.yaml --section profiles.large     one section of many
+      cat train.yaml | hfopt check - --json             for a program
+    """
     from hfopt.config.load import load_bytes
 
     if upgrade and as_json and output is None:

@@ -1,7 +1,8 @@
-"""Words of the command line that must be one of a few: a wrong one is answered with those there are."""
+"""Words of the command line that must be one of a few: a wrong one is answered with those there are, and a shell completes them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, get_args
 
 from hfopt.errors import ConfigError
@@ -29,3 +30,33 @@ def _chosen(text: str | None, able: tuple[str, ...], option: str) -> Any:
     if word in able:
         return word
     raise ConfigError(f"{option} {text} is not known", hint=f"one of: {', '.join(able)}")
+
+
+def complete_gpu(incomplete: str) -> list[str]:
+    from hfopt.hardware.names import shorthand
+    from hfopt.hardware.table import entries
+
+    return _beginning(incomplete.lower(), (shorthand(entry.name) for entry in entries()))
+
+
+def complete_task(incomplete: str) -> list[str]:
+    from hfopt.schema import Task
+
+    return _beginning(incomplete, get_args(Task))
+
+
+def complete_precision(incomplete: str) -> list[str]:
+    from hfopt.schema import Precision
+
+    return _beginning(incomplete, get_args(Precision))
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Of TrainingArguments."""
+    from hfopt.config.installed import installed
+
+    return _beginning(incomplete, installed().fields)
+
+
+def _beginning(incomplete: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]

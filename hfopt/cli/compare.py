@@ -28,7 +28,14 @@ def compare(
     allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
 ) -> None:
-    """Plan the same job for several cards. Says which fits, how fast, and what the run costs where prices are given."""
+    """Plan the same job for several cards. Says which fits, how fast, and what the run costs where prices are given.
+
+    \b
+    Examples:
+      hfopt compare train.yaml --gpus t4,l4,4090,a100-80gb
+      hfopt compare train.yaml --gpus l4,h100-sxm --prices prices.yaml --samples 50000
+      hfopt compare train.yaml --gpus 3090,4090 --num-gpus 4 --json
+    """
     from hfopt.planner import Request
     from hfopt.planner.compare import compare_cards
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import precision_of, task_of
+from hfopt.cli.choices import complete_gpu, complete_precision, complete_task, precision_of, task_of
 from hfopt.cli.output import people
 from hfopt.errors import ConfigError
 
@@ -19,18 +19,32 @@ if TYPE_CHECKING:
 
 def estimate(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML, a model folder, a config.json or a hub id.")],
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="A card by name (3090, a100-80gb); else the one here.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="A card by name (3090, a100-80gb); else the one here."),
+    ] = None,
     vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Instead of the config's model.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="Instead of the head the config names.")] = None,
+    task: Annotated[str | None, typer.Option("--task", autocompletion=complete_task, help="Instead of the head the config names.")] = None,
     batch_sizes: Annotated[str | None, typer.Option("--batch-sizes", metavar="1,2,4,…", help="Per-device batch sizes.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", metavar="TOKENS", min=1, help="Length of the longest sample.")] = None,
-    precision: Annotated[str | None, typer.Option("--precision", metavar="fp32|tf32|fp16|bf16", help="Instead of the config's.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", autocompletion=complete_precision, metavar="fp32|tf32|fp16|bf16", help="Instead of the config's."),
+    ] = None,
     section: Annotated[str | None, typer.Option("--section", help="Where the arguments are, as a path of keys: trainer.args.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
-    """Predict the GPU memory of a training step, with no GPU. By batch size, with and without gradient checkpointing."""
+    """Predict the GPU memory of a training step, with no GPU. By batch size, with and without gradient checkpointing.
+
+    \b
+    Examples:
+      hfopt estimate train.yaml --gpu 4090                       does it fit, and what is the largest batch
+      hfopt estimate train.yaml --vram 12 --batch-sizes 1,2,4,8  any card of 12 GiB
+      hfopt estimate gpt2 --seq-len 1024 --precision bf16        a model alone, no config
+      hfopt estimate train.yaml --gpu t4 --json                  for a program
+    """
     sizes, asked_precision, asked_task = _sizes(batch_sizes), precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
         from hfopt.planner.memory_table import memory_table, read_subject

@@ -9,20 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from hfopt.cli.choices import complete_gpu
+
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-
-
-def _complete(incomplete: str) -> list[str]:
-    from hfopt.hardware.names import shorthand
-    from hfopt.hardware.table import entries
-
-    return [name for entry in entries() if (name := shorthand(entry.name)).startswith(incomplete.lower())]
 
 
 def gpus(
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", autocompletion=_complete, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
+        typer.Argument(metavar="NAME", autocompletion=complete_gpu, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import task_of
+from hfopt.cli.choices import complete_gpu, complete_key, complete_task, task_of
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -22,16 +22,24 @@ STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "
 
 def plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")],
-    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Plan for this card (see `hfopt gpus`), here or not.")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="Plan for this card (see `hfopt gpus`), here or not."),
+    ] = None,
     vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
     num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Data-parallel devices.")] = None,
     model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
-    task: Annotated[str | None, typer.Option("--task", help="For example causal_lm or sequence_classification.")] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
+    ] = None,
     section: Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys.")] = None,
     effective_batch: Annotated[int | None, typer.Option("--effective-batch", metavar="N", min=1, help="Another batch.")] = None,
     lr_scaling: Annotated[str, typer.Option("--lr-scaling", help="none, sqrt or linear, with --effective-batch.")] = "none",
-    keep: Annotated[list[str] | None, typer.Option("--keep", metavar="KEY", help="Leave this key as it is; may be repeated.")] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option("--keep", metavar="KEY", autocompletion=complete_key, help="Leave this key as it is; may be repeated."),
+    ] = None,
     allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
     headroom: Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")] = 0.06,
     dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Try the result on the device where it is here.")] = True,
@@ -41,7 +49,16 @@ def plan(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
 ) -> None:
-    """Return the same config with the fastest settings that fit. The model and what it learns stay the same."""
+    """Return the same config with the fastest settings that fit. The model and what it learns stay the same.
+
+    \b
+    Examples:
+      hfopt plan train.yaml > planned.yaml               for the card here, or the CPU
+      hfopt plan train.yaml --gpu 4090 -o train.yaml     for a card that is not here, in place
+      hfopt plan train.yaml --html plan.html > new.yaml  also a page with charts
+      hfopt plan train.yaml --keep per_device_train_batch_size --allow optim
+      hfopt plan train.yaml --effective-batch 256 --lr-scaling sqrt
+    """
     if json_file == Path("-") and output is None:
         raise ConfigError("--json - and the YAML both go to stdout", hint="add -o FILE for the YAML")
     options: dict[str, Any] = {

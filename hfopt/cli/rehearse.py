@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.choices import complete_gpu
 from hfopt.cli.output import people
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def rehearse(
     command: Annotated[
         list[str], typer.Argument(metavar="-- COMMAND", help="The training command, after --: python train.py ...", show_default=False)
     ],
-    gpu: str = typer.Option(..., "--gpu", help="The card to stand in for, as `hfopt gpus` lists them."),
+    gpu: str = typer.Option(..., "--gpu", autocompletion=complete_gpu, help="The card to stand in for, as `hfopt gpus` lists them."),
     num_gpus: int = typer.Option(1, "--num-gpus", min=1, max=16, help="How many of them the machine has."),
     steps: int = typer.Option(3, "--steps", min=1, help="Optimizer steps to run before the evaluation and the checkpoint."),
     vram: str | None = typer.Option(None, "--vram", help="Memory of the card, when it is not the usual one: 24GiB."),
@@ -32,6 +33,12 @@ def rehearse(
     Memory is counted by PyTorch's own CUDA allocator; kernels compute nothing, so losses and times shown by the script mean nothing.
     Nothing the Trainer writes reaches your folders. Exit code: 0 it fits, 1 the card lacks something it asks for, 3 out of memory,
     4 the rehearsal did not get through; a script that fails by itself passes its own code on.
+
+    \b
+    Examples:
+      hfopt rehearse --gpu a100-80gb -- python train.py --bf16 true
+      hfopt rehearse --gpu t4 --num-gpus 2 -- torchrun --nproc_per_node 2 train.py
+      hfopt rehearse --gpu 3090 --vram 20GiB --steps 5 --json -- python train.py
     """
     from hfopt.errors import HardwareError
     from hfopt.estimate.context import context_bytes

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run with HFGpuMonitor, or its monitor.jsonl.")],
-    after: Annotated[Path | None, typer.Argument(metavar="[RUN_DIR2]", help="A second run: shows before and after.")] = None,
+    after: Annotated[Path | None, typer.Argument(metavar="RUN_DIR2", help="A second run: shows before and after.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts there.")] = None,
 ) -> None:
-    """Tell how a run went: pace, where the time went, memory, and what held it back.
+    """Tell how a run went and what held it back. Pace, where the time went, memory.
 
     \b
     Examples:

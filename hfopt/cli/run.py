@@ -29,6 +29,12 @@ def run(
 
     Every Trainer the script makes is protected (see hfopt.protect). When a process cannot go on by itself, all ranks are ended and the
     command runs again from its last checkpoint. Signals, standard input and the exit code pass through.
+
+    \b
+    Examples:
+      hfopt run train.py --learning_rate 1e-4            a script
+      hfopt run --restarts 5 torchrun --nproc_per_node 4 train.py
+      hfopt run --config train.yaml -m package.train     re-planned settings go beside train.yaml
     """
     from hfopt.runtime.launch import supervise
 

@@ -12,12 +12,12 @@ import typer
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="[RUN_DIR]", help="The output_dir of a run; else the newest below here.")] = Path(),
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run; else the newest below here.")] = Path(),
     pid: Annotated[int | None, typer.Option(help="Any training process instead; without the monitor its steps are not known.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one look to stdout and end; so it is too without a terminal.")] = False,
 ) -> None:
-    """Watch a run: utilization, memory, data wait and what holds it back.
+    """Watch a run live, and what holds it back. Utilization, memory, data wait.
 
     \b
     Examples:

@@ -1,14 +1,21 @@
-"""Every command explains itself, alone and in the list, and only the one that is asked for is loaded."""
+"""Every command explains itself with examples that parse; only the one that is asked for is loaded; shells complete."""
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+import hfopt
 from hfopt.cli import COMMANDS, application
+
+EXAMPLE = re.compile(r"^ {4}(?:.*\| |\S+=\S+ )?(hfopt .*?)(?: {2,}.*| \| .*| > .*)?$", re.M)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -17,7 +24,18 @@ def test_a_command_has_help_and_a_line_in_the_list(command: str) -> None:
     assert own.exit_code == 0 and "Usage:" in own.output and len(own.output.splitlines()) > 5
     listed = CliRunner().invoke(application([]), ["--help"]).output
     (line,) = (line for line in listed.splitlines() if line.split()[:1] == [command])
-    assert len(line.split()) > 3
+    assert len(line.split()) > 3 and not line.endswith("...")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_examples_of_a_command_parse(command: str) -> None:
+    shown = CliRunner().invoke(application([command]), [command, "--help"]).output.partition("Examples:")[2].partition("\n\n")[0]
+    examples = [shlex.split(line) for line in EXAMPLE.findall(shown)]
+    assert len(examples) >= 3
+    click_command = typer.main.get_command(application([])).commands[command]  # type: ignore[attr-defined]
+    for words in examples:
+        assert words[:2] == ["hfopt", command]
+        click_command.make_context(command, words[2:], resilient_parsing=False)
 
 
 def test_a_typo_is_told_the_nearest_command() -> None:
@@ -25,10 +43,35 @@ def test_a_typo_is_told_the_nearest_command() -> None:
     assert result.exit_code == 2 and "gpus" in result.output
 
 
+def test_the_version() -> None:
+    assert CliRunner().invoke(application(["--version"]), ["--version"]).stdout == f"hfopt {hfopt.__version__}\n"
+
+
 def test_only_the_command_that_is_run_is_loaded() -> None:
     code = (
-        "import sys; from hfopt.cli import application; application(['gpus', '3070'])\n"
+        "import sys; from hfopt.cli import application; application(['watch', 'out'])\n"
         "print([name for name in sys.modules if name.startswith('hfopt.cli.') and name != 'hfopt.cli.output'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "['hfopt.cli.gpus']"
+    assert result.stdout.strip() == "['hfopt.cli.watch']"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("hfopt re", {"rehearse", "report"}),
+        ("hfopt gpus a10g", {"a10g"}),
+        ("hfopt plan c.yaml --gpu l4", {"l4", "l40", "l40s"}),
+        ("hfopt estimate --precision b", {"bf16"}),
+        ("hfopt estimate --task caus", {"causal_lm"}),
+        ("hfopt plan --keep bf16", {"bf16", "bf16_full_eval"}),
+        ("hfopt report --ht", {"--html"}),
+    ],
+)
+def test_a_shell_completes(typed: str, expected: set[str]) -> None:
+    """As the script of --show-completion asks: by the environment, with nothing on the command line."""
+    words = typed.split()
+    environment = {**os.environ, "_HFOPT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    code = "import sys; sys.argv = ['hfopt']; from hfopt.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert set(result.stdout.split()) == expected, result.stderr
