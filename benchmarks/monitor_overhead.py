@@ -5,7 +5,7 @@ run of the same round, by wall clock and by CPU time of this process. On a share
 own seconds are counted as well: CPU time inside its callbacks, its hook and its sampling thread, over the steps' time. Then a week of
 samples and windows is simulated, and the memory that the monitor holds is compared with that after an hour.
 
-usage: python benchmarks/monitor_overhead.py [--rounds 15] [--steps 60] [--no-week]        the last line is JSON
+usage: python benchmarks/monitor_overhead.py [--rounds 15] [--steps 110] [--no-week]        the last line is JSON
 """
 
 from __future__ import annotations
@@ -93,10 +93,12 @@ def run(folder: Path, trained: Any, steps: int, callbacks: list[Any]) -> tuple[f
 
 
 def layers_for_target(folder: Path) -> int:
-    """So many layers that a step takes about 20 ms here."""
-    trained, layers = model(2), 2
-    _wall, cpu = run(folder, trained, 25, [])
-    return max(1, round(layers * TARGET_STEP_S / cpu))
+    """So many layers that a step takes about 20 ms here, found in two rounds since a part of a step does not grow with them."""
+    layers = 2
+    for _ in range(2):
+        wall, _cpu = run(folder, model(layers), 25, [])
+        layers = max(1, round(layers * TARGET_STEP_S / wall))
+    return layers
 
 
 @contextlib.contextmanager
@@ -257,15 +259,16 @@ def week() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=110)
     parser.add_argument("--no-week", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # a step that needs every core would measure the scheduler
     costs = measure(options.rounds, options.steps)
     print(f"{'':<10}{'ms per step':>12}{'wall':>10}{'CPU':>10}   against the plain run of the same round, median of {options.rounds}")
     for name, cost in costs.items():
         print(f"{name:<10}{cost['step_ms']:>12.2f}{100 * cost['wall_overhead']:>+9.2f}%{100 * cost['cpu_overhead']:>+9.2f}%")
-    own = accounted(10 * options.steps)
+    own = accounted(5 * options.steps)
     memory = {} if options.no_week else week()
     print(f"hfopt's own CPU time is {100 * own['share']:.3f} % of a {1e3 * TARGET_STEP_S:.0f} ms step ({own['us_per_step']:.0f} µs)")
     if memory:
