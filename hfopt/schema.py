@@ -252,6 +252,12 @@ class Checkpointing:
     def on(self) -> bool:
         return self.every_n_layers > 0
 
+    @property
+    def words(self) -> str:
+        if not self.on:
+            return "no checkpointing"
+        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing each {self.every_n_layers}. layer"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:

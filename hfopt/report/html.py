@@ -94,6 +94,17 @@ def figure() -> Figure:
     return go.Figure(layout=layout)
 
 
+def limit(drawn: Figure, y: float, text: str) -> None:
+    """A line not to be crossed."""
+    annotation = {"text": text, "font": {"color": PALETTE[3]}, "xanchor": "right", "yanchor": "bottom"}
+    drawn.add_hline(y=y, line={"dash": "dash", "color": PALETTE[3]}, annotation=annotation)
+
+
+def in_chart(text: str) -> str:
+    """Text of others inside a chart: plotly would read tags in it."""
+    return html.escape(text, quote=False)
+
+
 def chart(drawn: Figure, *, label: str) -> str:
     """A chart as a piece of the page; `label` is what a screen reader says."""
     data = drawn.to_json().replace("<", "\\u003c")

@@ -124,15 +124,6 @@ def where_time_went(run: RunView) -> Figure:
     return drawn
 
 
-def limit(drawn: Figure, y: float, text: str) -> None:
-    """A line not to be crossed."""
-    drawn.add_hline(
-        y=y,
-        line={"dash": "dash", "color": html.PALETTE[3]},
-        annotation={"text": text, "font": {"color": html.PALETTE[3]}, "xanchor": "right", "yanchor": "bottom"},
-    )
-
-
 def utilization(runs: Sequence[RunView]) -> Figure:
     if len(runs) == 1:
         return over_time(runs, (GPU, CPU, THREAD), title="%")
@@ -144,7 +135,7 @@ def memory(runs: Sequence[RunView]) -> Figure:
     on_card = any(has(run, line) for run in runs for line in (USED, RESERVED))
     drawn = over_time(runs, (RAM,) if not on_card else (USED, RESERVED, ALLOCATED) if len(runs) == 1 else (USED,), title="GiB")
     for size in sorted({size for run in runs if (size := run.card_bytes if on_card else run.ram_bytes)}):
-        limit(drawn, size / GIB, f"{'card' if on_card else 'machine'}: {format_bytes(size)}")
+        html.limit(drawn, size / GIB, f"{'card' if on_card else 'machine'}: {format_bytes(size)}")
     return drawn
 
 
@@ -159,7 +150,7 @@ def throughput(runs: Sequence[RunView]) -> Figure:
 def power(runs: Sequence[RunView]) -> Figure:
     drawn = over_time(runs, (POWER,), title="W")
     for most_w in sorted({run.power_limit_w for run in runs if run.power_limit_w}):
-        limit(drawn, most_w, f"limit: {most_w:.0f} W")
+        html.limit(drawn, most_w, f"limit: {most_w:.0f} W")
     return drawn
 
 

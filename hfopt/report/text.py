@@ -66,11 +66,11 @@ def _changes(changes: Sequence[Change]) -> Iterator[Line]:
     yield "title", f"Changes ({len(changes)})" if changes else "Nothing to change: the config is already the fastest that fits"
     width = max((len(change.key) for change in changes), default=0)
     for change in changes:
-        yield "good", f"  {change.key:<{width}}  {_value(change.before)} → {_value(change.after)}"
+        yield "good", f"  {change.key:<{width}}  {value_words(change.before)} → {value_words(change.after)}"
         yield "soft", f"      {change.reason}"
 
 
-def _value(value: Any) -> str:
+def value_words(value: Any) -> str:
     return {None: "unset", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, (bool, type(None))) else str(value)
 
 
@@ -82,7 +82,7 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
     if facts.before.fits:
         yield "good", f"  {gain:.2f} times the throughput"
     if facts.trial is not None and facts.trial.step_s is not None:
-        yield "good", f"  measured {format_seconds(facts.trial.step_s)} a step on {_where(facts.trial)}"
+        yield "good", f"  measured {format_seconds(facts.trial.step_s)} a step on {place_words(facts.trial)}"
 
 
 def _speed_words(chosen: Chosen, samples: int | None) -> str:
@@ -136,23 +136,22 @@ def _breakdown(memory: MemoryPeak) -> Iterator[Line]:
 
 def _tried(trial: Trial) -> Iterator[Line]:
     if trial.outcome != "ok":
-        yield "bad", f"  the dry run on {_where(trial)} ended with {trial.outcome}: {trial.message or 'no message'}"
+        yield "bad", f"  the dry run on {place_words(trial)} ended with {trial.outcome}: {trial.message or 'no message'}"
         return
     figures = {"reserved": trial.peak_reserved_bytes, "allocated": trial.peak_allocated_bytes, "on the device": trial.peak_device_bytes}
     words = ", ".join(f"{format_bytes(size)} {name}" for name, size in figures.items() if size is not None)
     how = "rehearsed" if trial.device == "virtual" else "measured"
-    yield "good", f"  {how} on {_where(trial)}: {words}"
+    yield "good", f"  {how} on {place_words(trial)}: {words}"
 
 
-def _where(trial: Trial) -> str:
+def place_words(trial: Trial) -> str:
     return {"cuda": "this card", "cpu": "this CPU", "virtual": "the virtual GPU"}[trial.device]
 
 
 def candidate_words(candidate: Candidate) -> str:
     parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision]
     if candidate.checkpointing.on:
-        every = candidate.checkpointing.every_n_layers
-        parts.append("checkpointing" if every == 1 else f"checkpointing each {every}. layer")
+        parts.append(candidate.checkpointing.words)
     if candidate.optim:
         parts.append(candidate.optim)
     if candidate.torch_compile:
@@ -164,7 +163,7 @@ def _others(facts: PlanFacts) -> Iterator[Line]:
     if facts.alternatives:
         yield "title", "Runners-up"
     for other in facts.alternatives[:RUNNERS_UP]:
-        yield "plain", f"  {candidate_words(other.candidate):<34} {_why_not(other, facts)}"
+        yield "plain", f"  {candidate_words(other.candidate):<34} {why_not(other, facts)}"
     if facts.rejected:
         more = f" ({REJECTED} of {len(facts.rejected)})" if len(facts.rejected) > REJECTED else ""
         yield "title", f"Rejected{more}"
@@ -172,7 +171,7 @@ def _others(facts: PlanFacts) -> Iterator[Line]:
         yield "plain", f"  {candidate_words(rejection.candidate):<34} {rejection.reason}"
 
 
-def _why_not(other: Priced, facts: PlanFacts) -> str:
+def why_not(other: Priced, facts: PlanFacts) -> str:
     winner = facts.after
     base = winner.time.step_s * (1 - winner.time.shares.get("input", 0.0))  # without the loader, as the others are priced
     slower = other.time.step_s / base - 1

@@ -110,16 +110,30 @@ def facts() -> PlanFacts:
 
 @pytest.fixture
 def charts() -> PlanCharts:
-    return PlanCharts(
-        timeline=tuple(
-            TimelinePoint(position=i / 10, bytes_by_category={"weights": GIB, "activations": min(i, 10 - i) * GIB // 2}) for i in range(11)
-        ),
-        batches=tuple(
-            BatchPoint(batch=2**i, checkpointing=c, device_bytes=(2**i + 8) * GIB // 10, samples_per_s=10.0 * 2**i, fits=i < 6)
-            for i in range(7)
-            for c in (False, True)
-        ),
+    timeline = tuple(
+        TimelinePoint(
+            position=i / 20,
+            bytes_by_category={"context": GIB // 4, "weights": GIB, "optimizer": 2 * GIB, "activations": min(i, 20 - i) * GIB // 4},
+            moment=f"{HOSTILE} {i}",
+            phase="forward" if i <= 10 else "backward" if i < 18 else "optimizer",
+        )
+        for i in range(21)
     )
+    batches = tuple(
+        BatchPoint(
+            batch=batch,
+            checkpointing=every > 0,
+            every_n_layers=every,
+            device_bytes=(batch * (2 - every) + 20) * GIB // 16,
+            samples_per_s=150.0 * batch / (batch + 10),
+            fits=batch * (2 - every) + 20 <= 16 * 7,
+            keeps_effective_batch=96 % batch == 0,
+            chosen=batch == 48 and every == 1,
+        )
+        for every in (0, 1)
+        for batch in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+    )
+    return PlanCharts(timeline=timeline, peak=timeline[10], batches=batches, device_bytes=8 * GIB, budget_bytes=7 * GIB)
 
 
 @pytest.fixture

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from hfopt.report import plan_charts
 from hfopt.report.plan_page import plan_page
 from hfopt.schema import PlanCharts, PlanFacts
+from hfopt.units import GIB
 
 
 def test_the_page_is_self_contained_and_says_what_changes(facts: PlanFacts, charts: PlanCharts) -> None:
@@ -19,6 +21,11 @@ def test_the_page_is_self_contained_and_says_what_changes(facts: PlanFacts, char
     assert "http" not in own and "src=x" not in own.replace("&lt;img src=x", "")
     assert "per_device_train_batch_size" in own and "1.50×" in own and "does not fit" in own
     assert "&lt;/script&gt;&lt;img" in own
+
+
+def test_a_batch_that_was_asked_for_is_not_said_to_be_the_same(facts: PlanFacts) -> None:
+    assert "before = after" in plan_page(facts, PlanCharts()).decode()
+    assert "asked for; it was 96" in plan_page(replace(facts, effective_batch=128), PlanCharts()).decode()
 
 
 def test_a_plan_that_changes_nothing_says_so(facts: PlanFacts) -> None:
@@ -34,4 +41,25 @@ def test_a_browser_draws_it(facts: PlanFacts, charts: PlanCharts, browser: Calla
     assert seen["title"] == "hfopt plan" and seen["images"] == 0
     assert seen["width"] == width and seen["overflow"] <= 0
     assert seen["dark"] is dark and seen["contrast"] >= 4.5
-    assert len(seen["charts"]) == 2 and min(seen["charts"]) > 5
+    assert len(seen["charts"]) == 3 and min(seen["charts"]) > 5
+    for words in ("peak: 5.75 GiB", "card: 8.00 GiB", "forward", "backward", "chosen: 48", "no checkpointing", "activations"):
+        assert words in seen["words"], words
+
+
+def test_the_charts_hold_what_the_plan_says(charts: PlanCharts) -> None:
+    step = plan_charts.over_step(charts)
+    stacked = [sum(trace.y[i] for trace in step.data if trace.stackgroup) for i in range(21)]
+    assert stacked == pytest.approx([point.total_bytes / GIB for point in charts.timeline])
+    (star,) = (trace for trace in step.data if trace.mode == "markers")
+    assert star.x == (50.0,) and star.y == (5.75,)
+    memory, rate = plan_charts.memory_by_batch(charts), plan_charts.throughput_by_batch(charts)
+    for drawn, expected in ((memory, 68 / 16), (rate, 150 * 48 / 58)):
+        (star,) = (trace for trace in drawn.data if trace.mode == "markers")
+        assert star.x == (48,) and star.y == pytest.approx((expected,))
+        dots = {
+            trace.name: [x for x, size in zip(trace.x, trace.marker.size, strict=True) if size] for trace in drawn.data if trace is not star
+        }
+        assert dots == {"no checkpointing": [1, 2, 4, 6, 8, 12, 16, 24, 32], "checkpointing": [1, 2, 4, 6, 8, 12, 16, 24, 32, 48]}
+    assert [shape.y0 for shape in memory.layout.shapes if shape.type == "line"] == [8]
+    assert [shape.y1 for shape in memory.layout.shapes if shape.type == "rect"] == [7]
+    assert [(shape.x0, shape.x1) for shape in rate.layout.shapes if shape.type == "rect"] == [(1, 64)]
