@@ -235,6 +235,7 @@ class Workload:
     tokens_per_sample: int | None = None
     checkpointable: bool = True
     batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
+    weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
     notes: tuple[str, ...] = ()
 
 

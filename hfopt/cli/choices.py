@@ -23,6 +23,21 @@ def precision_of(text: str | None) -> Precision | None:
     return _chosen(text, get_args(Precision), "--precision")  # type: ignore[no-any-return]
 
 
+def known_keys(keys: list[str]) -> frozenset[str]:
+    """Of `--keep`: keys of the installed TrainingArguments."""
+    from difflib import get_close_matches
+
+    from hfopt.config.installed import installed
+
+    known = installed().fields
+    for key in keys:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "name a key of TrainingArguments, such as per_device_train_batch_size"
+            raise ConfigError(f"--keep {key}: not a key of TrainingArguments", hint=hint)
+    return frozenset(keys)
+
+
 def _chosen(text: str | None, able: tuple[str, ...], option: str) -> Any:
     if text is None:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import complete_gpu, complete_key, complete_task, task_of
+from hfopt.cli.choices import complete_gpu, complete_key, complete_task, known_keys, task_of
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -71,7 +71,7 @@ def plan(
         "section": section,
         "effective_batch": effective_batch,
         "lr_scaling": _scaling(lr_scaling, effective_batch),
-        "keep": _keep(keep or []),
+        "keep": known_keys(keep or []),
         "headroom": headroom,
         "allow": frozenset(part for item in allow or () for part in item.split(",")),
         "dry_run": dry_run,
@@ -119,20 +119,6 @@ def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
         console.print(
             Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")
         )
-
-
-def _keep(keys: list[str]) -> frozenset[str]:
-    from difflib import get_close_matches
-
-    from hfopt.config.installed import installed
-
-    known = installed().fields
-    for key in keys:
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "name a key of TrainingArguments, such as per_device_train_batch_size"
-            raise ConfigError(f"--keep {key}: not a key of TrainingArguments", hint=hint)
-    return frozenset(keys)
 
 
 def _scaling(lr_scaling: str, effective_batch: int | None) -> str:

@@ -74,7 +74,7 @@ def plan_subject(subject: Subject, request: Request, *, progress: Progress = lam
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     found = best_first(candidates(space), pricing, device.budget_bytes, current=current)
     neutrality = _neutrality(subject, request, space, found, progress)
-    if neutrality is not None and not neutrality.neutral:
+    if neutrality is not None and not neutrality.neutral and "accumulation" not in request.allow:
         found = _with_accumulation(job.accumulation, space, pricing, found, current)
     if not found.ranked:
         raise nothing_fits(subject, device, pricing, found)
@@ -133,7 +133,7 @@ def _current(subject: Subject) -> Candidate:
 def _precisions(subject: Subject, device: Device, current: Candidate) -> Precisions:
     facts = NumericFacts(
         family=subject.workload.model_class,
-        weights_dtype=device.weights_dtype(subject.workload),
+        weights_dtype=device.weights_dtype(subject.workload) or subject.workload.weights_dtype,
         trained_in=device.trained_in(subject.workload),
     )
     return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
@@ -168,14 +168,30 @@ def _space(subject: Subject, request: Request, effective: int, allowed: Precisio
 def _neutrality(subject: Subject, request: Request, space: Space, found: Found, progress: Progress) -> Neutrality | None:
     """Asked only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps."""
     trades = bool(found.ranked) and found.ranked[0][0].accumulation != subject.job.accumulation
-    if not trades or space.accumulation is not None or "accumulation" in request.allow or subject.loaded is None:
+    if not trades or space.accumulation is not None or space.effective_batch != subject.job.effective_batch:
         return None
-    if space.effective_batch != subject.job.effective_batch:
+    if subject.trainer is not None:  # asked even where it is allowed: the run may be repaired
+        from hfopt.verify.live_neutrality import probe_live
+
+        return probe_live(subject.trainer) or _unknown(subject)
+    if "accumulation" in request.allow or subject.loaded is None:
         return None
     from hfopt.verify.neutrality import probe
 
     progress("asking whether batch may be traded for accumulation")
     return probe(subject.job, subject.workload)
+
+
+def _unknown(subject: Subject) -> Neutrality:
+    """A live loss that cannot be asked is not traded on: the run is real."""
+    return Neutrality(
+        model_class=subject.workload.model_class,
+        transformers_version=installed().version,
+        neutral=False,
+        ratio=1.0,
+        fixable=False,
+        reason=f"{subject.workload.model_class}: its loss could not be asked whether it is neutral to accumulation",
+    )
 
 
 def _with_accumulation(accumulation: int, space: Space, pricing: Pricing, free: Found, current: Candidate) -> Found:
@@ -218,7 +234,7 @@ def _notes(subject: Subject, device: Device, allowed: Precisions, pricing: Prici
         if dependent is None
         else (f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them",)
     )
-    said = (*device.notes, *repaired, *kept, *allowed.warnings, *subject.workload.notes, *pricing.estimate(winner).notes)
+    said = (*device.notes, *subject.notes, *repaired, *kept, *allowed.warnings, *subject.workload.notes, *pricing.estimate(winner).notes)
     return tuple(dict.fromkeys(said))
 
 

@@ -52,6 +52,9 @@ class Feeding:
             on_gpu=self.on_gpu,
         )
         plan, now = plan_loader(demand, self.cost, self.host), self.current()
+        most = self.subject.most_workers
+        if most is not None and plan.workers > most:
+            plan = replace(plan, workers=most, reason=f"{plan.reason}; the data has shards for {most}")
         if plan.workers == 0 and now.workers > 0 and not self.cost.measured:
             reason = f"one is enough by a typical sample's cost ({self.cost.source}), and 0 would rest on that guess"
             plan = replace(plan, workers=1, prefetch_factor=2, persistent_workers=now.persistent_workers, reason=reason)

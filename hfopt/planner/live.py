@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from hfopt.errors import ConfigError
+from hfopt.planner.live_device import live_hardware
+from hfopt.planner.live_rules import data_parallel_world, feeding_limits, kept_keys, kind_of
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
@@ -32,21 +34,39 @@ def _from_arguments(args: Any, request: Request) -> Subject:
 
 
 def _from_trainer(trainer: Any, request: Request) -> Subject:
-    from hfopt.workload.trainer import from_trainer
+    from hfopt.workload.trainer import collator_of, from_trainer
 
-    hardware = hardware_of(request)
+    hardware = live_hardware(trainer, request)
     workload = from_trainer(trainer)
-    world = int(getattr(trainer.args, "world_size", 1)) if not hardware.hypothetical else max(1, len(hardware.gpus))
+    world = data_parallel_world(trainer) if not hardware.hypothetical else max(1, len(hardware.gpus))
     job = _job(trainer.args, request, model=ModelSpec(name=workload.name), data=DataSpec(samples=_samples(trainer)), world=world)
-    return Subject(job=job, workload=workload, hardware=hardware, dataset=trainer.train_dataset, collate=trainer.data_collator)
+    kept, feeding = kept_keys(trainer), feeding_limits(trainer)
+    job = replace(
+        job,
+        trainer=kind_of(trainer),
+        args={**job.args, **_in_force(trainer)},
+        kept=job.kept | kept.keys | feeding.keys,
+    )
+    return Subject(
+        job=job,
+        workload=workload,
+        hardware=hardware,
+        dataset=trainer.train_dataset,
+        collate=collator_of(trainer),
+        most_workers=feeding.most_workers,
+        notes=(*kept.notes, *feeding.notes),
+        trainer=trainer,
+    )
 
 
 def _job(args: Any, request: Request, *, model: ModelSpec, data: DataSpec, world: int) -> TrainJob:
-    """Only what differs from the defaults counts as set, as in a YAML."""
-    defaults = {item.name: item.default for item in dataclasses.fields(args)}
+    """Only what differs from the Trainer's own defaults counts as set, as in a YAML; a subclass may have others (TRL's do)."""
+    from transformers import TrainingArguments
+
+    defaults = {item.name: item.default for kind in (type(args), TrainingArguments) for item in dataclasses.fields(kind)}
     values = {item.name: _plain(getattr(args, item.name, None)) for item in dataclasses.fields(args) if item.init}
-    stated = {name: value for name, value in values.items() if value is not None and value != defaults.get(name)}
-    job = TrainJob(
+    stated = {name: value for name, value in values.items() if value is not None and value != _plain(defaults.get(name))}
+    return TrainJob(
         path=None,
         section=(),
         trainer="Trainer",
@@ -56,8 +76,19 @@ def _job(args: Any, request: Request, *, model: ModelSpec, data: DataSpec, world
         per_device_batch=int(args.per_device_train_batch_size),
         accumulation=int(args.gradient_accumulation_steps),
         world_size=world,
+        kept=request.keep,
     )
-    return replace(job, kept=request.keep)
+
+
+def _in_force(trainer: Any) -> dict[str, Any]:
+    """What the Trainer does whatever its arguments say: a launcher's precision, checkpointing switched on by hand."""
+    found: dict[str, Any] = {}
+    precision = getattr(getattr(trainer.accelerator, "state", None), "mixed_precision", "no")
+    if precision in ("bf16", "fp16"):
+        found[precision] = True
+    if getattr(trainer.model, "is_gradient_checkpointing", False):
+        found["gradient_checkpointing"] = True
+    return found
 
 
 def _plain(value: Any) -> Any:

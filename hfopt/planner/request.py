@@ -61,6 +61,9 @@ class Subject:
     repairs: tuple[str, ...] = ()
     dataset: Any = None  # the live training data, when there is one
     collate: Callable[[list[Any]], Any] | None = None
+    most_workers: int | None = None  # what the data allows; None: as many as it takes
+    notes: tuple[str, ...] = ()
+    trainer: Any = None  # the live one
 
 
 def hardware_of(request: Request) -> Hardware:

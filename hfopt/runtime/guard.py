@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class Guard:
         self._window: Window | None = None
         self._ranks: Ranks | None = None
         self._told = False  # the supervisor knows why this process ends
+
+    def settings_changed(self) -> None:
+        """The Trainer was given another batch size after it was made."""
+        self._pace = replace(self._pace, full=self.trainer.args.train_batch_size)
 
     # ------------------------------------------------------------------------------------------ the two wrapped methods
 

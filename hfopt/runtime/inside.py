@@ -1,4 +1,4 @@
-"""What `hfopt run` does inside the user's process: every Trainer is protected, and a restarted one resumes with the new settings.
+"""What `hfopt run` does inside the user's process: every Trainer is planned for, protected, and resumed with new settings after a restart.
 
 The script is unchanged. The new pair of batch and accumulation is set on the TrainingArguments before the Trainer reads them, and only
 for the output folder whose run failed, so that another Trainer of the same script keeps its own. Before transformers 5.2 a checkpoint's
@@ -11,11 +11,13 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from hfopt.runtime import record
 from hfopt.runtime.fallback import protect
+from hfopt.runtime.run_options import RunOptions
 
 ORDERS = "HFOPT_ORDERS"
 """JSON in the environment of a restarted process: output_dir, checkpoint (or null), changes."""
@@ -25,23 +27,37 @@ def install(trainer_class: type) -> None:
     """Wraps the class itself, once: subclasses call its __init__ and train."""
     kind: Any = trainer_class
     original_init, original_train = kind.__init__, kind.train
+    options = RunOptions.here()
 
     @functools.wraps(original_init)
     def init(self: Any, *args: Any, **more: Any) -> None:
         _obey(args[1] if len(args) > 1 else more.get("args"))
         original_init(self, *args, **more)
-        protect(self)
+        if options.fallback:
+            protect(self)
 
     @functools.wraps(original_train)
-    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
+    def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
+        if options.prepare is not None and options.plan:
+            _harmlessly(options.prepare, self, searching=trial is not None)
         record.say_alive(self.args)
         checkpoint = _checkpoint_for(self.args)
         if checkpoint is None:
-            return original_train(self, resume_from_checkpoint, *args, **more)
+            return original_train(self, resume_from_checkpoint, trial, *args, **more)
         with_own_batch = _reading_back(self.args.train_batch_size)
-        return with_own_batch(lambda: original_train(self, checkpoint, *args, **more))
+        return with_own_batch(lambda: original_train(self, checkpoint, trial, *args, **more))
 
     kind.__init__, kind.train = init, train
+
+
+def _harmlessly(name: str, trainer: Any, *, searching: bool) -> None:
+    """A fault of ours never stops training: one line, and the script runs as it was. An exit that was asked for goes through."""
+    module, _, function = name.partition(":")
+    try:
+        getattr(import_module(module), function)(trainer, searching=searching)
+    except Exception as error:  # noqa: BLE001 - whatever breaks in the planning, the training it is for must go on
+        why = " ".join(str(error).split()) or "no further word"
+        record.tell(f"hfopt: not planned ({type(error).__name__}: {why}); the script trains with its own settings")
 
 
 def orders_for(output_dir: str) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ import hfopt
 from hfopt.runtime.cgroup import oom_kills
 from hfopt.runtime.checkpoints import last_checkpoint
 from hfopt.runtime.processes import Child
+from hfopt.runtime.run_options import VARIABLE, RunOptions
 
 SITE = Path(__file__).parent / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed
@@ -40,19 +41,29 @@ class Verdict:
     hopeless: bool = False
 
 
-def supervise(command: Sequence[str], *, attempts: int, say: Callable[[str], None], replanned: Replanned | None = None) -> int:
+def supervise(
+    command: Sequence[str],
+    *,
+    attempts: int,
+    say: Callable[[str], None],
+    replanned: Replanned | None = None,
+    options: RunOptions | None = None,
+) -> int:
     """Runs the command to its end, restarting it at most `attempts` times; returns its last exit code."""
     orders: dict[str, Any] | None = None
     for restart in range(attempts + 1):
         with tempfile.TemporaryDirectory(prefix="hfopt-run-") as folder:
             note = Path(folder) / "handoff.json"
             kills = oom_kills()
-            child = Child(command, _environment(note, orders))
+            child = Child(command, _environment(note, orders, options or RunOptions()))
             code = child.wait(note.exists, grace_s=GRACE_S)
             settings = _read(note.with_name(f"{note.name}.settings"))
             if settings is not None and replanned is not None:
                 replanned(settings["changes"], settings["why"])
             verdict = _verdict(note, code, kills) if code != 0 and not child.asked_to_end else None
+            trained = note.with_name(f"{note.name}.alive").exists()
+        if code == 0 and not trained and options is not None and options.plan and options.mode != "plan_only":
+            say("hfopt: no Trainer was trained, so nothing was planned or protected; a loop of one's own is left alone")
         if verdict is None or verdict.hopeless or verdict.output_dir is None:
             if verdict is not None:
                 say(f"hfopt: {verdict.reason}")
@@ -67,11 +78,12 @@ def supervise(command: Sequence[str], *, attempts: int, say: Callable[[str], Non
     raise AssertionError("the loop returns")
 
 
-def _environment(note: Path, orders: Mapping[str, Any] | None) -> dict[str, str]:
+def _environment(note: Path, orders: Mapping[str, Any] | None, options: RunOptions) -> dict[str, str]:
     env = dict(os.environ)
     package = Path(hfopt.__file__).parent.parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"), str(package))))
     env[HANDOFF] = str(note)
+    env[VARIABLE] = options.to_json()
     if orders is not None:
         env[ORDERS] = json.dumps(orders)
     return env

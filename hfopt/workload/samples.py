@@ -1,7 +1,8 @@
 """The longest samples of a dataset, found without using it up and without a trace in the random state.
 
 Lengths come from the arrow column of token ids, all of it, when there is one; else single samples are looked at, evenly spread, until a
-time limit. A dataset that can only be read once is left alone.
+time limit. Of a stream of `datasets`, which begins anew for every reader, the first few are read, and trusted only if they are all of one
+length. Any other dataset that can only be read in order is left alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 _MOST_SAMPLES = 1024
 _TIME_LIMIT_S = 2.0
+_FROM_A_STREAM = 16
 _TOKEN_COLUMNS = ("length", "input_ids", "prompt_input_ids", "chosen_input_ids", "input_features", "input_values")
 
 
@@ -54,10 +56,25 @@ def same_random_state() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda)
 
 
+def readable_samples(dataset: Any) -> Sequence[Any]:
+    """Samples by index: the dataset itself, the first few of a stream that can be read again, or none."""
+    if dataset is None:
+        return ()
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return dataset  # type: ignore[no-any-return]
+    if type(dataset).__module__.split(".")[0] == "datasets" and hasattr(dataset, "take"):
+        return list(dataset.take(_FROM_A_STREAM))
+    return ()
+
+
 def longest_samples(dataset: Any) -> Samples | None:
-    """None: there is no dataset, it is empty, or it can be read only once."""
-    if dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
+    """None: there is no dataset, it is empty, or what can be read of it does not tell."""
+    found = readable_samples(dataset)
+    if len(found) == 0:
         return None
+    if found is not dataset:
+        one_length = len({sample_size(sample) for sample in found}) == 1
+        return Samples(longest=found[0], shorter=None, seen=len(found), of=None) if one_length else None
     column = _column_lengths(dataset)
     if column is not None:
         order = sorted(range(len(column)), key=column.__getitem__)

@@ -17,14 +17,14 @@ from torch import nn
 from hfopt.errors import WorkloadError
 from hfopt.schema import BatchShape, DataSpec, Task, Workload
 from hfopt.workload.batch import BatchMaker, accepted_inputs
-from hfopt.workload.build import build_here, unfaked
+from hfopt.workload.build import unfaked
+from hfopt.workload.copies import copies_of
 from hfopt.workload.heads import task_of_class
 from hfopt.workload.losses import why_batch_dependent
+from hfopt.workload.own_loss import apart, own_loss
 from hfopt.workload.recipe import repeated_blocks
 from hfopt.workload.samples import Samples, longest_samples, same_random_state
 from hfopt.workload.shapes import size_batch
-
-_BIG_ATTRIBUTES = frozenset({"train_dataset", "eval_dataset", "model", "model_wrapped", "optimizer", "lr_scheduler", "accelerator"})
 
 
 def from_trainer(trainer: Any) -> Workload:
@@ -33,7 +33,7 @@ def from_trainer(trainer: Any) -> Workload:
     if not isinstance(model, nn.Module):
         raise WorkloadError("the trainer has no model", hint="give the Trainer a model, or a model_init and call it once")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    template = _without_weights(model)
+    copies = copies_of(trainer)
     task = task_of_class(type(base).__name__)
     with same_random_state():
         maker, shape, notes = _batches(trainer, base, task)
@@ -41,89 +41,40 @@ def from_trainer(trainer: Any) -> Workload:
         name=getattr(getattr(base, "config", None), "_name_or_path", "") or type(base).__name__,
         model_class=type(base).__name__,
         task=task,
-        build_model=_Copies(live=model, template=template),
+        build_model=copies,
         make_batch=maker,
         shape=shape,
-        compute_loss=_own_loss(trainer),
+        compute_loss=own_loss(trainer),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         layers=repeated_blocks(base),
         tokens_per_sample=None if shape.length is None else shape.length + (shape.target_length or 0),
         checkpointable=bool(getattr(base, "supports_gradient_checkpointing", False)),
-        batch_dependent_loss=why_batch_dependent(template, task, accepted_inputs(type(base))),
+        batch_dependent_loss=why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
+        weights_dtype=_weights_dtype(model),
         notes=notes,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Copies:
-    """Builds copies of the live model: without weights where tensors are fake or meta, with them for real."""
-
-    live: nn.Module
-    template: nn.Module
-
-    def __call__(self) -> nn.Module:
-        return build_here(lambda: copy.deepcopy(self.template), real=lambda: _copied(self.live, keep_weights=True))
-
-
-def _without_weights(model: nn.Module) -> nn.Module:
-    packed = next((type(parameter).__name__ for parameter in model.parameters() if hasattr(parameter, "quant_state")), None)
-    if packed is not None:
-        raise WorkloadError(
-            f"the model's weights are packed ({packed}), and packed weights cannot be copied without their values",
-            hint="plan from the config (hfopt plan CONFIG) instead of from the live trainer",
-        )
-    return _copied(model, keep_weights=False)
-
-
-def _copied(model: nn.Module, *, keep_weights: bool) -> nn.Module:
-    """A deep copy on the CPU; without weights each parameter is replaced by its outline on the meta device."""
-    memo: dict[int, Any] = {}
+def _weights_dtype(model: nn.Module) -> str | None:
+    """Of the weights that compute: adapters in float32 on a bfloat16 model do not make it a float32 model."""
+    sizes: dict[torch.dtype, int] = {}
     for parameter in model.parameters():
-        values = parameter.detach()
-        copied = nn.Parameter(values.to("cpu", copy=True) if keep_weights else values.to("meta"), requires_grad=parameter.requires_grad)
-        copied.__dict__.update(parameter.__dict__)
-        memo[id(parameter)] = copied
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
-    try:
-        twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise WorkloadError(
-            f"{type(model).__name__} cannot be copied: {error}",
-            hint="plan from the config (hfopt plan CONFIG) instead of from the live trainer",
-        ) from error
-    for name in ("forward", "_original_forward"):  # what accelerate put around it belongs to the live model
-        twin.__dict__.pop(name, None)
-    if getattr(twin, "is_gradient_checkpointing", False):
-        twin.gradient_checkpointing_disable()
-    return twin.train()
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.") if sizes else None
 
 
-def _own_loss(trainer: Any) -> Callable[[Any, dict[str, Any]], Any] | None:
-    """The trainer's loss if it is its own; the Trainer's usual one is the model's (label smoothing is a setting of the step)."""
-    from transformers import Trainer
+def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
+    """What makes a batch of samples in training: its collator, without the columns the model does not take. Draws leave no trace."""
+    beside = apart(trainer)
+    collate = beside._get_collator_with_removed_columns(beside.data_collator)
 
-    if type(trainer).compute_loss is Trainer.compute_loss and getattr(trainer, "compute_loss_func", None) is None:
-        return None
-    apart = _apart(trainer)
+    def collated(samples: list[Any]) -> Any:
+        with same_random_state():
+            return collate(samples)
 
-    def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
-        return apart.compute_loss(model, dict(batch))
-
-    return compute_loss
-
-
-def _apart(trainer: Any) -> Any:
-    """A shallow copy whose own notes (metrics, cached columns) are not the live trainer's."""
-    apart = copy.copy(trainer)
-    for name, value in vars(trainer).items():
-        if (isinstance(value, (dict, list, set)) or name in ("state", "control")) and name not in _BIG_ATTRIBUTES:
-            try:
-                setattr(apart, name, copy.deepcopy(value))
-            except (TypeError, RuntimeError):
-                setattr(apart, name, copy.copy(value))
-    return apart
+    return collated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,16 +95,20 @@ def _batches(trainer: Any, base: nn.Module, task: Task) -> tuple[Callable[[int],
     samples = longest_samples(trainer.train_dataset)
     if samples is None:
         return _assumed(base, task)
-    apart = _apart(trainer)
-    maker = _Collated(collate=apart._get_collator_with_removed_columns(apart.data_collator), samples=samples)
+    maker = _Collated(collate=collator_of(trainer), samples=samples)
     try:
         batch = maker(2)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise WorkloadError(f"the trainer's collator does not take its own samples: {error}") from error
-    seen = (
+    return maker, _shape_of(batch, base), (f"batches are made of {_seen(samples)}",)
+
+
+def _seen(samples: Samples) -> str:
+    if samples.of is None:
+        return f"the first {samples.seen} samples of a stream, all of one length"
+    return (
         f"the longest of {samples.seen} samples" if samples.seen == samples.of else f"the longest of {samples.seen} of {samples.of} samples"
     )
-    return maker, _shape_of(batch, base), (f"batches are made of {seen}",)
 
 
 def _assumed(base: nn.Module, task: Task) -> tuple[Callable[[int], dict[str, Any]], BatchShape, tuple[str, ...]]:

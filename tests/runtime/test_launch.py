@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def hfopt_run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     started = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **env}
     return subprocess.run(
-        [sys.executable, "-m", "hfopt", "run", *words], capture_output=True, text=True, env=started, timeout=300, check=False
+        [sys.executable, "-m", "hfopt", "run", "--no-plan", *words], capture_output=True, text=True, env=started, timeout=300, check=False
     )
 
 

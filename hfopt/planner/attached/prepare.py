@@ -1,0 +1,163 @@
+"""Before a Trainer trains: rank 0 plans from the live objects, every rank takes the plan, the monitor is put beside it.
+
+The random state, the arguments' identity and the model are the user's own: planning draws nothing, and values are set on the arguments
+the script already holds. A second `train()` of the same Trainer keeps what the first was given; each further Trainer is planned anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import HfoptError
+from hfopt.planner.attached import files, trial_steps
+from hfopt.planner.attached.settings import apply_changes
+from hfopt.planner.request import Request
+from hfopt.planner.result import Plan
+from hfopt.quiet import quietly
+from hfopt.runtime import record
+from hfopt.runtime.fallback import guard_of
+from hfopt.runtime.inside import orders_for
+from hfopt.runtime.run_options import RunOptions
+from hfopt.schema import Change
+
+_MARK = "_hfopt_planned"
+_said: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What rank 0 tells the others."""
+
+    changes: tuple[Change, ...] = ()
+    divides_loss: bool = False  # the Trainer divides by the accumulation, for the model's head does not
+    lines: tuple[str, ...] = ()
+    failed: bool = False
+    plan: Plan | None = field(default=None, compare=False)  # rank 0's own; not sent
+
+
+def prepare(trainer: Any, *, searching: bool) -> None:
+    """Called by the wrapped `Trainer.train`. Leaves by SystemExit when only a plan or a dry run was asked for."""
+    options = RunOptions.here()
+    if searching:
+        _say_once("hfopt: hyperparameter_search chooses its own settings for each trial: left alone, not planned")
+        return
+    if vars(trainer).get(_MARK):
+        return
+    setattr(trainer, _MARK, True)
+    decision = _agreed(trainer, options)
+    leads = trainer.is_world_process_zero()
+    if leads:
+        for line in decision.lines:
+            record.tell(line)
+    if not decision.failed:
+        apply_changes(trainer, decision.changes, divides_loss=decision.divides_loss)
+        guard = guard_of(trainer)
+        if guard is not None:
+            guard.settings_changed()
+    if leads:
+        files.write_config(trainer.args)
+    if options.mode == "plan_only":
+        sys.exit(1 if decision.failed else 0)
+    _watch(trainer, decision.plan)
+    if options.mode == "dry_run":
+        trial_steps.arrange(trainer)
+
+
+def _agreed(trainer: Any, options: RunOptions) -> Decision:
+    """Rank 0's decision on every rank. It is sent even when planning failed: the others wait for it."""
+    import torch.distributed as dist
+
+    alone = trainer.args.world_size <= 1 or not (dist.is_available() and dist.is_initialized())
+    if alone:
+        return _decision(trainer, options)
+    if dist.get_rank() == 0:
+        decision = _decision(trainer, options)
+        sent = Decision(changes=decision.changes, divides_loss=decision.divides_loss, failed=decision.failed)
+        dist.broadcast_object_list([sent], src=0)
+        return decision
+    received: list[Any] = [None]
+    dist.broadcast_object_list(received, src=0)
+    decision = received[0]
+    assert isinstance(decision, Decision)
+    return decision
+
+
+def _decision(trainer: Any, options: RunOptions) -> Decision:
+    folder = files.folder_of(trainer.args)
+    if orders_for(trainer.args.output_dir) is not None:
+        return _earlier(folder, trainer.args)
+    try:
+        plan = _planned(trainer, options)
+    except HfoptError as error:
+        hint = f" ({' '.join(error.hint.split())})" if error.hint else ""
+        return Decision(failed=True, lines=(f"hfopt: not planned: {' '.join(str(error).split())}{hint}; the script's own settings stay",))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and the training must go on in any case
+        why = " ".join(str(error).split())
+        return Decision(failed=True, lines=(f"hfopt: not planned ({type(error).__name__}: {why}); the script's own settings stay",))
+    decision = Decision(changes=plan.facts.changes, divides_loss=_divides(plan), plan=plan)
+    try:
+        files.write_plan(folder, plan, decision.divides_loss)
+        where = f"; reasons in {folder / files.REPORT}"
+    except OSError as error:
+        where = f"; the plan could not be written: {error}"
+    return Decision(changes=decision.changes, divides_loss=decision.divides_loss, plan=plan, lines=tuple(_words(plan, where)))
+
+
+def _planned(trainer: Any, options: RunOptions) -> Plan:
+    from hfopt.planner.algorithm import plan
+    from hfopt.verify.gradients import undisturbed
+    from hfopt.workload.samples import same_random_state
+
+    request = Request(keep=frozenset(options.keep), allow=frozenset(options.allow), headroom=options.headroom, dry_run=False)
+    with undisturbed(), same_random_state(), quietly():
+        return plan(trainer, request)
+
+
+def _earlier(folder: Path, args: Any) -> Decision:
+    """A restarted run keeps the plan of its first start, under what the restart changed."""
+    known = files.read_plan(folder)
+    if known is None:
+        return Decision()
+    ordered = (orders_for(args.output_dir) or {}).get("changes", {})
+    changes = tuple(change for change in known.changes if change.key not in ordered)
+    return Decision(changes=changes, divides_loss=known.divides_loss)
+
+
+def _divides(plan: Plan) -> bool:
+    """Where the accumulation was traded on a head that ignores the number of items: the Trainer divides, as it does for others."""
+    found, facts = plan.facts.neutrality, plan.facts
+    traded = facts.before.candidate.accumulation != facts.after.candidate.accumulation
+    return found is not None and not found.neutral and found.fixable and traded
+
+
+def _words(plan: Plan, where: str) -> list[str]:
+    facts = plan.facts
+    if not facts.changes:
+        return [f"hfopt: planned: the script's settings are already the fastest that fit (effective batch {facts.effective_batch}){where}"]
+    changed = ", ".join(f"{change.key} {_shown(change.before)} → {_shown(change.after)}" for change in facts.changes)
+    lines = [f"hfopt: planned: {changed}; effective batch still {facts.effective_batch}{where}"]
+    if _divides(plan):
+        lines.append(
+            "hfopt: the loss ignores num_items_in_batch, so the Trainer divides by the accumulation (model_accepts_loss_kwargs = False)"
+        )
+    return lines
+
+
+def _shown(value: Any) -> str:
+    return {None: "unset", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _watch(trainer: Any, plan: Plan | None) -> None:
+    from hfopt.runtime.monitor import HFGpuMonitor
+
+    if not any(isinstance(callback, HFGpuMonitor) for callback in trainer.callback_handler.callbacks):
+        trainer.add_callback(HFGpuMonitor(plan=plan))
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        record.tell(line)

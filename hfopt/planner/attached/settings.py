@@ -1,0 +1,92 @@
+"""Puts a plan onto a Trainer that exists: its arguments, and what it made of them when it was built.
+
+The Trainer reads most arguments when training begins. Four things it read earlier and are brought after: the size of its loader's
+batches, the accelerator's precision, DDP's search for unused parameters, checkpointing that is already on in the model. Whatever fails
+half way is taken back, so that the script's own settings stay whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from hfopt.schema import Change
+from hfopt.search.changes import PRECISION_KEYS
+
+_ENVIRONMENT = "ACCELERATE_MIXED_PRECISION"  # where transformers before 5 leaves the precision for accelerate
+
+
+def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool = False) -> None:
+    args = trainer.args
+    before = {change.key: getattr(args, change.key) for change in changes}
+    batch, accepts = trainer._train_batch_size, trainer.model_accepts_loss_kwargs
+    try:
+        for change in changes:
+            setattr(args, change.key, change.after)
+        _bring_after(trainer, frozenset(before), batch)
+        if divides_loss:
+            trainer.model_accepts_loss_kwargs = False
+    except Exception:
+        for key, value in before.items():
+            setattr(args, key, value)
+        trainer._train_batch_size, trainer.model_accepts_loss_kwargs = batch, accepts
+        if before.keys() & set(PRECISION_KEYS):
+            _renew_accelerator(trainer)
+        raise
+
+
+def _bring_after(trainer: Any, changed: frozenset[str], old_batch: int) -> None:
+    args = trainer.args
+    if "per_device_train_batch_size" in changed:
+        trainer._train_batch_size = args.train_batch_size
+        _regroup_generations(args, old_batch)
+    if changed & {"fp16", "bf16"}:
+        _renew_accelerator(trainer)
+    if "tf32" in changed:
+        _set_tf32(bool(args.tf32))
+    if "gradient_checkpointing" in changed:
+        _checkpoint(trainer)
+
+
+def _regroup_generations(args: Any, old_batch: int) -> None:
+    """GRPO and its kin generate once for several micro-batches: as many completions as before, in micro-batches of the new size."""
+    steps = getattr(args, "steps_per_generation", None)
+    if isinstance(steps, int):
+        assert steps * old_batch % args.train_batch_size == 0, "the plan keeps the generation batch"
+        args.steps_per_generation = steps * old_batch // args.train_batch_size
+
+
+def _renew_accelerator(trainer: Any) -> None:
+    """The accelerator's state is shared by the process and refuses another precision, so it is made anew, the way the Trainer made it."""
+    from accelerate.state import AcceleratorState
+
+    args = trainer.args
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if hasattr(args, "mixed_precision"):
+        args.mixed_precision = precision
+    else:
+        os.environ[_ENVIRONMENT] = precision
+    AcceleratorState._reset_state()
+    trainer.create_accelerator_and_postprocess()
+
+
+def _set_tf32(on: bool) -> None:
+    import torch
+
+    try:
+        from transformers.utils.import_utils import enable_tf32
+    except ImportError:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
+    else:
+        enable_tf32(on)
+
+
+def _checkpoint(trainer: Any) -> None:
+    """Switched on by the Trainer itself when it begins; off, and DDP's flag, are up to us."""
+    args, model = trainer.args, trainer.model
+    if not args.gradient_checkpointing and getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+    handler = getattr(trainer.accelerator, "ddp_handler", None)
+    if handler is not None and args.ddp_find_unused_parameters is None and hasattr(model, "is_gradient_checkpointing"):
+        handler.find_unused_parameters = not args.gradient_checkpointing

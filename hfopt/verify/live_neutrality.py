@@ -1,0 +1,142 @@
+"""Does trading batch for accumulation leave a live Trainer's gradients alone? Asked of its own loss, on its own model and samples.
+
+Two questions, each a few forward passes without gradients. Does the loss use the number of items it is given (then it is a sum over the
+window, and the Trainer must not divide by the accumulation), or is it a mean (then the Trainer must)? And is the loss of two groups of
+samples together one between the losses of each (any mean over samples or tokens is), or does it compare samples with each other?
+Limits: means over unequal numbers of tokens are weighted by the micro-batch they fall in, as in any framework.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hfopt.schema import Neutrality
+from hfopt.workload.own_loss import apart, loss_of
+from hfopt.workload.samples import readable_samples, same_random_state
+from hfopt.workload.trainer import collator_of
+
+_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+"""What a loss may raise on fewer samples than it was made for; then there is no answer."""
+_BETWEEN = 0.1  # of the loss: rounding, and masks drawn anew for each group (a contrastive loss of one sample is off by all of it)
+
+
+def probe_live(trainer: Any) -> Neutrality | None:
+    """None: the loss could not be asked."""
+    import transformers
+
+    base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    name = type(base).__name__
+    try:
+        with same_random_state(), _evaluating(trainer.model), torch.no_grad():
+            asked = _Asked(trainer)
+            uses, separable = asked.uses_items(), asked.is_separable()
+    except _FAILURES:
+        return None
+    if uses is None or separable is None:
+        return None
+    scaled = _left_to_the_loss(trainer, asked.counts_items)
+    accumulation = max(2, int(trainer.args.gradient_accumulation_steps))
+    neutral = separable and uses == scaled
+    ratio = 1.0 if uses == scaled else float(accumulation) if scaled else 1.0 / accumulation
+    fixable = separable and not uses and scaled and getattr(trainer, "compute_loss_func", None) is None
+    return Neutrality(
+        model_class=name,
+        transformers_version=transformers.__version__,
+        neutral=neutral,
+        ratio=ratio,
+        fixable=fixable and getattr(trainer, "loss_is_scaled_for_ga", None) is None,
+        reason=_reason(name, uses=uses, scaled=scaled, separable=separable),
+    )
+
+
+class _Asked:
+    """The live Trainer's loss as a function of samples and the number of items."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._beside = apart(trainer)
+        self._model = trainer.model
+        self._collate = collator_of(trainer)
+        self._data = readable_samples(trainer.train_dataset)
+        self._device = next(trainer.model.parameters()).device
+        self.counts_items = "labels" in self._batch([0]) and (
+            bool(trainer.model_accepts_loss_kwargs) or getattr(trainer, "compute_loss_func", None) is not None
+        )
+
+    def uses_items(self) -> bool | None:
+        """Twice the items, half the loss."""
+        if not self.counts_items:
+            return False
+        for rows in self._groups():
+            once, twice = self._loss(rows, items=64), self._loss(rows, items=128)
+            if math.isfinite(once) and once:
+                return twice / once < 0.75
+        return None
+
+    def is_separable(self) -> bool | None:
+        for rows in self._groups():
+            other = [(row + len(self._data) // 2) % len(self._data) for row in rows]
+            items = 64 if self.uses_items() else None
+            apart_, whole = (self._loss(rows, items), self._loss(other, items)), self._loss([*rows, *other], items)
+            if not all(map(math.isfinite, (*apart_, whole))):
+                continue
+            low, high = (sum(apart_),) * 2 if items else (min(apart_), max(apart_))
+            slack = _BETWEEN * max(abs(low), abs(high), abs(whole))
+            return low - slack <= whole <= high + slack
+        return None
+
+    def _groups(self) -> Iterator[list[int]]:
+        """One sample is enough; more where that one has nothing to learn (no masked token)."""
+        for size in (1, 4, 16):
+            if 2 * size <= len(self._data) or size == 1:
+                yield list(range(size))
+
+    def _batch(self, rows: list[int]) -> dict[str, Any]:
+        return dict(self._collate([self._data[row] for row in rows]))
+
+    def _loss(self, rows: list[int], items: int | None = None) -> float:
+        inputs = {name: _moved(value, self._device) for name, value in self._batch(rows).items()}
+        count = None if items is None else torch.tensor(items, device=self._device)
+        with self._beside.compute_loss_context_manager():
+            return float(loss_of(self._beside, self._model, inputs, num_items_in_batch=count))
+
+
+def _left_to_the_loss(trainer: Any, counts_items: bool) -> bool:
+    """Trainer.training_step: it divides by the accumulation unless it believes that the loss did."""
+    stated = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if stated is not None:
+        return bool(stated)
+    return (bool(trainer.model_accepts_loss_kwargs) and counts_items) or getattr(trainer, "compute_loss_func", None) is not None
+
+
+def _reason(name: str, *, uses: bool, scaled: bool, separable: bool) -> str:
+    if not separable:
+        return f"{name}: the loss of two groups of samples together is no mean of their own: it depends on the batch"
+    if uses == scaled:
+        return f"{name}: the loss is a {'sum over the window' if uses else 'mean, divided by the Trainer'}"
+    if scaled:
+        return (
+            f"{name}: the loss ignores num_items_in_batch and the Trainer leaves the division to it, so gradients grow with the "
+            "accumulation; model_accepts_loss_kwargs = False restores them"
+        )
+    return f"{name}: the loss is divided twice, by the number of items and by the accumulation"
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if hasattr(value, "to") else value
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout and without a trace in running statistics; each module's own flag is put back."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,77 @@
+"""Copies of a live model, with or without its weights, together with the modules its Trainer keeps beside it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hfopt.errors import WorkloadError
+from hfopt.workload.build import build_here
+from hfopt.workload.companions import carry, companions, modules_of
+
+_FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """Builds copies of the live model: without weights where tensors are fake or meta, with them for real."""
+
+    trainer: Any
+    template: nn.Module
+
+    def __call__(self) -> nn.Module:
+        return build_here(lambda: copy.deepcopy(self.template), real=lambda: _copied(self.trainer, keep_weights=True))
+
+
+def copies_of(trainer: Any) -> Copies:
+    packed = next((type(parameter).__name__ for parameter in trainer.model.parameters() if hasattr(parameter, "quant_state")), None)
+    if packed is not None:
+        raise WorkloadError(
+            f"the model's weights are packed ({packed}), and packed weights cannot be copied without their values", hint=_FROM_CONFIG
+        )
+    return Copies(trainer=trainer, template=_copied(trainer, keep_weights=False))
+
+
+def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
+    """A deep copy on the CPU; without weights each parameter is replaced by its outline on the meta device."""
+    model, beside = trainer.model, companions(trainer)
+    memo: dict[int, Any] = {}
+    for module in (model, *modules_of(beside)):
+        for parameter in module.parameters():
+            memo[id(parameter)] = _parameter(parameter, keep_weights=keep_weights)
+        for buffer in module.buffers():
+            memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+    try:
+        twin, beside = copy.deepcopy((model, beside), memo)
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise WorkloadError(f"{type(model).__name__} cannot be copied: {error}", hint=_FROM_CONFIG) from error
+    for module in (twin, *modules_of(beside)):
+        _as_before_training(module)
+    if beside:
+        carry(twin, beside)
+    if getattr(twin, "is_gradient_checkpointing", False):
+        twin.gradient_checkpointing_disable()
+    assert isinstance(twin, nn.Module)
+    return twin.train()
+
+
+def _parameter(parameter: nn.Parameter, *, keep_weights: bool) -> nn.Parameter:
+    values: torch.Tensor = parameter.detach()
+    copied = nn.Parameter(values.to("cpu", copy=True) if keep_weights else values.to("meta"), requires_grad=parameter.requires_grad)
+    copied.__dict__.update(parameter.__dict__)
+    return copied
+
+
+def _as_before_training(module: nn.Module) -> None:
+    """Without what accelerate put around its forward; a forward of the user's own (or of TRL's) stays."""
+    original = module.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    module.__dict__.pop("forward", None)
+    if isinstance(original, MethodType) and original.__func__ is not type(module).forward:
+        module.__dict__["forward"] = original
