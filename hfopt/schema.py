@@ -260,6 +260,37 @@ class Checkpointing:
         return "checkpointing" if self.every_n_layers == 1 else f"checkpointing each {self.every_n_layers}. layer"
 
 
+EngineName = Literal["ddp", "fsdp2", "zero2", "zero3"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSizes:
+    """DeepSpeed's sizes, in elements; the defaults are DeepSpeed's own, `auto` ones are filled in as transformers does."""
+
+    reduce_bucket: int = 500_000_000
+    allgather_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    overlap_comm: bool = False
+    contiguous_gradients: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How the data-parallel ranks hold one model: what each has whole, what is divided by `world_size`, what lives in the host's memory."""
+
+    engine: EngineName
+    world_size: int
+    reshard_after_forward: bool = True  # FSDP2: False keeps gathered weights until the backward is through them
+    offload_parameters: bool = False  # sharded weights in the host's memory (FSDP2: with their gradients and optimizer states)
+    offload_optimizer: bool = False  # ZeRO: optimizer states and the float32 weights in the host's memory
+    sync_each_batch: bool = False  # FSDP2 with accumulation: reduce after each micro-batch instead of keeping whole gradients
+    wrap: tuple[str, ...] = ()  # FSDP2: classes of the sharded blocks; () the model's own
+    zero: ZeroSizes = ZeroSizes()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSettings:
     """Everything but the batch size that changes what one optimizer step allocates and computes."""
@@ -275,6 +306,7 @@ class StepSettings:
     torch_compile: bool = False
     capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None  # of the card; reductions split over them
+    sharding: Sharding | None = None  # None: one device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -525,6 +557,17 @@ class Advice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """How several devices share the work, why so, and how the result is started."""
+
+    name: str  # 'DDP', 'FSDP2 (full shard)', 'ZeRO-3 with CPU offload'
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()  # other engines, each with its reason
+    commands: tuple[str, ...] = ()  # each starts the result, exactly
+    deepspeed: Mapping[str, Any] | None = None  # the DeepSpeed config, which `-o` writes beside the YAML
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFacts:
     """What the planner decided; `hfopt.planner.Plan` wraps it with apply(), to_yaml() and report()."""
 
@@ -541,6 +584,7 @@ class PlanFacts:
     trial: Trial | None = None
     neutrality: Neutrality | None = None
     notes: tuple[str, ...] = ()
+    engine: EngineChoice | None = None  # None: one device
 
 
 # ---------------------------------------------------------------------------------------------- charts

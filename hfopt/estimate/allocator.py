@@ -1,7 +1,7 @@
 """PyTorch's CUDA caching allocator as a pure simulation: reserved memory is what runs out, and only this order of events gives it.
 
 Mirrors c10/cuda/CUDACachingAllocator.cpp: 512-byte rounding, a small and a large pool, best fit, splitting, merging, segments of 2 and
-20 MiB, cached segments given back (and the request tried again) before an out-of-memory error. One stream, one device.
+20 MiB, cached segments given back (and the request tried again) before an out-of-memory error. Each stream has its two pools of its own.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class OutOfMemory(Exception):  # noqa: N818 - a verdict of the simulation, not a
 
 
 class _Block:
-    __slots__ = ("free", "next", "offset", "previous", "segment", "size", "small")
+    __slots__ = ("free", "next", "offset", "pool", "previous", "segment", "size")
 
-    def __init__(self, segment: _Segment, offset: int, size: int, small: bool) -> None:
-        self.segment, self.offset, self.size, self.small = segment, offset, size, small
+    def __init__(self, segment: _Segment, offset: int, size: int, pool: int) -> None:
+        self.segment, self.offset, self.size, self.pool = segment, offset, size, pool
         self.free = True
         self.previous: _Block | None = None
         self.next: _Block | None = None
@@ -50,17 +50,19 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.peak_allocated_event = 0
-        self._pools: tuple[list[tuple[int, int, int, _Block]], list[tuple[int, int, int, _Block]]] = ([], [])  # large, small
+        self._pools: list[list[tuple[int, int, int, _Block]]] = [[], []]  # by 2 × stream + (1 for the small one)
         self._live: dict[int, _Block] = {}
         self._segments = 0
-        self._expandable: dict[bool, _Block | None] = {True: None, False: None}
+        self._expandable: dict[int, _Block | None] = {}
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def allocate(self, number: int, request: int) -> None:
+    def allocate(self, number: int, request: int, stream: int = 0) -> None:
         size = self._rounded(request)
-        small = size <= _SMALL_REQUEST
-        pool = self._pools[small]
+        which = 2 * stream + (size <= _SMALL_REQUEST)
+        while which >= len(self._pools):
+            self._pools.append([])
+        pool = self._pools[which]
         at = bisect_left(pool, (size,))
         block = None
         if at < len(pool):
@@ -69,7 +71,7 @@ class CachingAllocator:
                 del pool[at]
                 block = candidate
         if block is None:
-            block = self._new_block(size, small)
+            block = self._new_block(size, which)
         remaining = block.size - size
         if self._should_split(block, remaining, size):
             self._split(block, size)
@@ -86,7 +88,7 @@ class CachingAllocator:
         self.allocated -= block.size
         block.free = True
         self._merge(block)
-        insort(self._pools[block.small], (block.size, block.segment.number, block.offset, block))
+        insort(self._pools[block.pool], (block.size, block.segment.number, block.offset, block))
 
     # ------------------------------------------------------------------------------------------ rules
 
@@ -112,7 +114,7 @@ class CachingAllocator:
         return not (size >= limit and block.size >= size + _LARGE_SEGMENT)
 
     def _should_split(self, block: _Block, remaining: int, size: int) -> bool:
-        if block.small or self.options.expandable_segments:
+        if block.pool & 1 or self.options.expandable_segments:
             return remaining >= _MIN_BLOCK
         limit = self.options.max_split_bytes
         return remaining > _SMALL_REQUEST and (limit is None or size < limit)
@@ -124,10 +126,10 @@ class CachingAllocator:
 
     # ------------------------------------------------------------------------------------------ segments
 
-    def _new_block(self, size: int, small: bool) -> _Block:
+    def _new_block(self, size: int, pool: int) -> _Block:
         if self.options.expandable_segments:
-            return self._expand(size, small)
-        wanted = self._segment_size(size, small)
+            return self._expand(size, pool)
+        wanted = self._segment_size(size, bool(pool & 1))
         self._collect_garbage(wanted)
         if not self._fits(wanted):
             self._release_enough(wanted)
@@ -136,27 +138,27 @@ class CachingAllocator:
                 if not self._fits(wanted):
                     raise OutOfMemory
         self._reserve(wanted)
-        return _Block(self._next_segment(wanted), 0, wanted, small)
+        return _Block(self._next_segment(wanted), 0, wanted, pool)
 
-    def _expand(self, size: int, small: bool) -> _Block:
+    def _expand(self, size: int, pool: int) -> _Block:
         """try_allocate_expandable_block: one growing segment per pool, mapped in pages of 2 or 20 MiB at its end."""
-        page = _SMALL_SEGMENT if small else _LARGE_SEGMENT
-        tail = self._expandable[small]
+        page = _SMALL_SEGMENT if pool & 1 else _LARGE_SEGMENT
+        tail = self._expandable.get(pool)
         have = tail.size if tail is not None and tail.free else 0
         grow = -(-(size - have) // page) * page
         if not self._fits(grow):
             raise OutOfMemory
         self._reserve(grow)
         if tail is None:
-            tail = _Block(self._next_segment(0), 0, 0, small)
+            tail = _Block(self._next_segment(0), 0, 0, pool)
         elif tail.free:
             self._take_from_pool(tail)
         else:
-            fresh = _Block(tail.segment, tail.offset + tail.size, 0, small)
+            fresh = _Block(tail.segment, tail.offset + tail.size, 0, pool)
             fresh.previous, tail.next = tail, fresh
             tail = fresh
         tail.size += grow
-        self._expandable[small] = tail
+        self._expandable[pool] = tail
         return tail
 
     def _next_segment(self, size: int) -> _Segment:
@@ -185,7 +187,7 @@ class CachingAllocator:
         if limit is None:
             return
         need = max(size, limit)
-        oversize = [block for _, _, _, block in self._pools[False] if self._whole(block) and block.size >= limit]
+        oversize = [block for _, _, _, block in self._large_blocks() if self._whole(block) and block.size >= limit]
         enough = next((block for block in oversize if block.size >= need), None)
         if enough is not None:
             self._give_back(enough)
@@ -196,6 +198,10 @@ class CachingAllocator:
                 break
             freed += block.size
             self._give_back(block)
+
+    def _large_blocks(self) -> list[tuple[int, int, int, _Block]]:
+        """Cached blocks of every stream's large pool, the smallest first."""
+        return sorted((entry for pool in self._pools[::2] for entry in pool), key=lambda entry: entry[:3])
 
     def _release_cached(self) -> None:
         """release_cached_blocks: every segment without a live block."""
@@ -211,7 +217,7 @@ class CachingAllocator:
         limit = int(threshold * self.capacity_bytes)
         if self.reserved <= limit:
             return
-        for _, _, _, block in reversed([entry for entry in self._pools[False] if self._whole(entry[3])]):
+        for _, _, _, block in reversed([entry for entry in self._large_blocks() if self._whole(entry[3])]):
             if self.reserved <= limit:
                 return
             self._give_back(block)
@@ -219,14 +225,14 @@ class CachingAllocator:
     # ------------------------------------------------------------------------------------------ blocks
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.segment, block.offset + size, block.size - size, block.small)
+        rest = _Block(block.segment, block.offset + size, block.size - size, block.pool)
         rest.previous, rest.next = block, block.next
         if rest.next is not None:
             rest.next.previous = rest
         block.next, block.size = rest, size
-        if self._expandable[block.small] is block:
-            self._expandable[block.small] = rest
-        insort(self._pools[block.small], (rest.size, rest.segment.number, rest.offset, rest))
+        if self._expandable.get(block.pool) is block:
+            self._expandable[block.pool] = rest
+        insort(self._pools[block.pool], (rest.size, rest.segment.number, rest.offset, rest))
 
     def _merge(self, block: _Block) -> None:
         before, after = block.previous, block.next
@@ -242,9 +248,9 @@ class CachingAllocator:
             block.next = after.next
             if block.next is not None:
                 block.next.previous = block
-            if self._expandable[block.small] is after:
-                self._expandable[block.small] = block
+            if self._expandable.get(block.pool) is after:
+                self._expandable[block.pool] = block
 
     def _take_from_pool(self, block: _Block) -> None:
-        pool = self._pools[block.small]
+        pool = self._pools[block.pool]
         del pool[bisect_left(pool, (block.size, block.segment.number, block.offset))]

@@ -153,25 +153,17 @@ class Estimate:
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
-    from hfopt.estimate.kernels import Kernels
-    from hfopt.estimate.op_costs import cost
     from hfopt.estimate.op_groups import grouped
-    from hfopt.estimate.preparation import prepared
-    from hfopt.estimate.session import Tracer
+    from hfopt.estimate.ranks.tracing import tracer_of
     from hfopt.estimate.trainer_step import trainer_script
 
     began = time.perf_counter()
     notes = list(workload.notes)
     if settings.torch_compile:
         notes.append("torch.compile is not traced: the figures are those of the eager step")
-    tracer = Tracer(
-        prepared(workload, settings),
-        workload.make_batch,
-        Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors),
-        cost=cost,
-    )
     script = trainer_script(settings, workload.compute_loss)
-    traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
+    with tracer_of(workload, settings) as tracer:
+        traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
     timeline = combine(*traces)
     if timeline.inexact:
         notes.append(f"{timeline.inexact} of {len(timeline)} sizes are no straight line over the batch size and were rounded")
@@ -185,13 +177,14 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
 
 def _replay(timeline: Timeline, batch: int, allocator: CachingAllocator) -> Replay:
     allocate, free = allocator.allocate, allocator.free
+    streams = timeline.streams
     peak = peak_event = 0
     for event, (block, size) in enumerate(zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True)):
         if size == FREED:
             free(block)
         elif size > 0:
             try:
-                allocate(block, size)
+                allocate(block, size, streams.get(block, 0))
             except OutOfMemory:
                 return Replay(allocator.peak_allocated, allocator.peak_reserved, event, fits=False)
             if allocator.allocated > peak:

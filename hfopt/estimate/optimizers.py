@@ -33,9 +33,10 @@ def parameter_groups(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def make_optimizer(model: Any, optim: str, optim_args: str | None = None) -> Any:
-    """The optimizer for the Trainer's `optim`; raises TraceError for one that cannot be traced, by name."""
-    groups = parameter_groups(model)
+def make_optimizer(model: Any, optim: str, optim_args: str | None = None, *, groups: list[dict[str, Any]] | None = None) -> Any:
+    """The optimizer for the Trainer's `optim` (over `groups`, where a rank holds only parts of the weights); raises TraceError for one
+    that cannot be traced, by name."""
+    groups = parameter_groups(model) if groups is None else groups
     if not any(group["params"] for group in groups):
         raise TraceError("no parameter of the model is trained", hint="check `frozen` and the adapter's target modules")
     if optim == "adamw_torch_fused":

@@ -60,15 +60,19 @@ class Tracer:
         kernels: Kernels,
         *,
         cost: CostFunction | None = None,
+        recorder: type[Recorder] = Recorder,
+        weights_on_host: bool = False,
     ) -> None:
+        self._weights_on_host = weights_on_host  # or counted by the script itself
+        self._recorder = recorder
         self._make_batch = make_batch
         self._kernels = kernels
         self._cost = cost
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = Values(self._fake_mode)
         self._run = FastFake(self._fake_mode)
-        with self._fake_mode, Recorder(Trace(0), self._values, kernels, self._run) as recorder, _swaps_allowed():
-            recorder.recording = False
+        with self._fake_mode, self._recorder(Trace(0), self._values, kernels, self._run) as quiet, _swaps_allowed():
+            quiet.recording = False
             self.model = build_model()
             for parameter in self.model.parameters():
                 attach(parameter, None)  # a step would change it, and the next trace would start elsewhere
@@ -76,7 +80,9 @@ class Tracer:
 
     def record(self, script: Script, batch_size: int) -> Trace:
         trace = Trace(batch_size)
-        recorder = Recorder(trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count)
+        recorder = self._recorder(
+            trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count
+        )
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
             torch.manual_seed(0)
@@ -111,7 +117,9 @@ class Tracer:
             for child in module.children():
                 move(child)
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
+                if tensor is not None and self._weights_on_host and isinstance(tensor, torch.nn.Parameter):
+                    recorder.leave_on_host(tensor)
+                elif tensor is not None:
                     recorder.take(tensor, "weights", "to_device")
 
         move(self.model)

@@ -34,12 +34,14 @@ HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """What the devices exchange: gradients once per step, and sharded parameters in every micro-batch."""
+    """What each device sends: in every micro-batch (sharded weights, their gradients) and once per step (gradients, updated weights).
+
+    `host_s` is what offloading adds to a step: copies to and from the host, and the update there."""
 
     world_size: int = 1
-    gradient_bytes: int = 0
-    parameter_bytes: int = 0
-    sharded: bool = False
+    micro_batch_bytes: float = 0.0
+    step_bytes: float = 0.0
+    host_s: float = 0.0
 
 
 class StepTimer:
@@ -119,14 +121,13 @@ class StepTimer:
         return np.asarray(kernel_s * self._count)
 
     def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> float:
+        """Seconds that neither forward nor backward can hide."""
         ranks, link = self._ranks, self._speed.link_bytes_per_s
         if ranks.world_size < 2 or not link:
-            return 0.0
-        share = (ranks.world_size - 1) / ranks.world_size
-        if ranks.sharded:  # gather for forward, gather for backward, reduce-scatter: each once per micro-batch
-            per_micro_s = (2 * ranks.parameter_bytes + ranks.gradient_bytes) * share / link
-            return accumulation * max(0.0, per_micro_s - HIDDEN_SHARE * micro_s)
-        return max(0.0, 2 * ranks.gradient_bytes * share / link - HIDDEN_SHARE * backward_s)
+            return ranks.host_s
+        gathered_s = max(0.0, ranks.micro_batch_bytes / link - HIDDEN_SHARE * micro_s)
+        reduced_s = max(0.0, ranks.step_bytes / link - HIDDEN_SHARE * backward_s)
+        return accumulation * gathered_s + reduced_s + ranks.host_s
 
     def _mfu(self, batch: int, accumulation: int, step_s: float) -> float | None:
         """Useful arithmetic over the peak: recomputation does not count, so at most three times the forward's."""

@@ -43,6 +43,7 @@ class Timeline:
     formulas: dict[int, AffineFormula] = field(default_factory=dict)
     inexact: int = 0
     traced: tuple[int, ...] = ()
+    streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -89,6 +90,7 @@ def combine(first: Trace, second: Trace, third: Trace | None = None) -> Timeline
         formulas=formulas,
         inexact=int(np.count_nonzero(two - one - span * np.rint(slopes))),
         traced=(first.batch, second.batch),
+        streams=first.streams,
     )
     if third is None:
         return timeline

@@ -58,6 +58,7 @@ class Trace:
     categories: dict[int, Category] = field(default_factory=dict)  # by block
     costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
     marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
+    streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
 
     def sort_frees(self) -> None:
         """Blocks freed one after the other leave the same free memory in any order; sorted, two traces can be compared."""
@@ -151,6 +152,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if block != _HOST and self._owner.get(block) == key:
             self.release(block)
             del self._owner[block]
+
+    def forget(self, key: int) -> None:
+        """The storage's block is freed now, though the storage lives on: it was shrunk to nothing, or moved to the host."""
+        if key in self._blocks:
+            self._gone(key, None)
 
     def _place(self, op: Any) -> int:
         module = self.module

@@ -25,9 +25,18 @@ def trainer_script(
     settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2
 ) -> Callable[[Session], None]:
     def script(session: Session) -> None:
-        TrainerLoop(session, settings, compute_loss).run(steps)
+        loop_class(settings)(session, settings, compute_loss).run(steps)
 
     return script
+
+
+def loop_class(settings: StepSettings) -> type[TrainerLoop]:
+    """The loop of one device, or of one rank of several."""
+    if settings.sharding is None:
+        return TrainerLoop
+    from hfopt.estimate.ranks.loops import LOOPS
+
+    return LOOPS[settings.sharding.engine]
 
 
 class TrainerLoop:
@@ -46,25 +55,52 @@ class TrainerLoop:
         recorder = self.session.recorder
         recorder.phase = "forward"
         total_loss = torch.zeros(())
-        optimizer = make_optimizer(self.model, self.settings.optim, self.settings.optim_args)
+        self.begin()
+        optimizer = self.make_optimizer()
         for step in range(steps):
             last = step == steps - 1
             recorder.mark(f"step_{step}")
+            self.before_step(step)
             window = [self.session.to_device() for _ in range(self.settings.accumulation)]
             items = self._count_items(window)
             recorder.costing = last
             for micro, inputs in enumerate(window[:2]):
                 recorder.costing = last and micro == 0
-                loss = self._training_step(inputs, items)
+                with self.micro_batch(is_last=micro == min(self.settings.accumulation, 2) - 1):
+                    loss = self._training_step(inputs, items)
                 torch.isnan(loss)
                 torch.isinf(loss)
                 total_loss += loss
             recorder.costing = last
             with self.session.phase("optimizer"):
                 norm = self._optimizer_step(optimizer)  # noqa: F841 - the Trainer holds it until the next step
-            self.model.zero_grad()
+            self.zero_grad()
         recorder.costing = False
         return optimizer
+
+    # ------------------------------------------------------------------------------------------ what a rank of several does otherwise
+
+    def begin(self) -> None:
+        """Before the optimizer is made."""
+
+    def before_step(self, step: int) -> None:
+        """Before the first micro-batch of a step."""
+
+    def micro_batch(self, *, is_last: bool) -> Any:
+        """Around one micro-batch."""
+        return contextlib.nullcontext()
+
+    def make_optimizer(self) -> Any:
+        return make_optimizer(self.model, self.settings.optim, self.settings.optim_args)
+
+    def updated_parameters(self) -> list[torch.Tensor]:
+        """What the optimizer updates and clipping looks at."""
+        return list(self.model.parameters())
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad()
+
+    # ------------------------------------------------------------------------------------------ one micro-batch
 
     def _count_items(self, window: list[dict[str, Any]]) -> Any:
         if not self.accepts_loss_kwargs or any(not isinstance(batch.get("labels"), torch.Tensor) for batch in window):
@@ -128,7 +164,7 @@ class TrainerLoop:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         limit = self.settings.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit if limit > 0 else float("inf"), foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.updated_parameters(), limit if limit > 0 else float("inf"), foreach=True)
         if self.scaler is not None:
             self.scaler.step(optimizer)
             self.scaler.update()

@@ -1,0 +1,81 @@
+"""FSDP2 as accelerate sets it up, on fake tensors: accelerate's own wrapping code around torch's own `fully_shard`.
+
+What a rank takes then comes out of the trace: its shard of the weights, the units gathered in forward and backward with the next one
+prefetched, the buffers of all-gather and reduce-scatter on their own streams, its shard of the gradients and of the optimizer state.
+Gathered units come and go by resizing their storage, which no dispatch mode sees; `resizes_seen` tells the recorder.
+
+Known limits: the copies to the card of offloaded shards are not counted (a unit's shard each); collectives' own buffers (NCCL) belong to
+the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hfopt.errors import TraceError
+from hfopt.estimate.ranks.world import MESH_NAME
+from hfopt.schema import Precision, Sharding
+
+_MIXED = ("bf16", "fp16")
+
+
+def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Precision, mesh: Any) -> Callable[[], Any]:
+    """A build function whose model is sharded as `accelerate` would for this `fsdp_config`."""
+
+    def build_sharded() -> Any:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        model = build()
+        mixed = precision if precision in _MIXED else "no"
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=list(sharding.wrap) or None,
+            reshard_after_forward=sharding.reshard_after_forward,
+            cpu_offload=False,
+            cpu_ram_efficient_loading=False,
+        )
+        if mixed != "no":
+            plugin.set_mixed_precision(mixed)
+        stand_in = SimpleNamespace(
+            state=SimpleNamespace(fsdp_plugin=plugin),
+            torch_device_mesh=mesh,
+            parallelism_config=SimpleNamespace(fsdp_dim_names=(MESH_NAME,)),
+            mixed_precision=mixed,
+            is_main_process=False,
+            device=torch.device("cpu"),
+        )
+        try:
+            return fsdp2_prepare_model(stand_in, model)
+        except ValueError as error:
+            raise TraceError(f"FSDP2 cannot shard {type(model).__name__}: {error}") from error
+
+    return build_sharded
+
+
+@contextmanager
+def resizes_seen(resized: Callable[[Any, int], None]) -> Iterator[None]:
+    """`resized(storage, size)` after each `UntypedStorage.resize_`: how FSDP frees and takes back gathered weights."""
+    inherited = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = inherited(storage, size)
+        resized(storage, size)
+        return result
+
+    torch.UntypedStorage.resize_ = resize
+    try:
+        yield
+    finally:
+        del torch.UntypedStorage.resize_
+
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a tensor; a tensor that is not shared out is its own."""
+    return getattr(tensor, "_local_tensor", tensor)

@@ -1,0 +1,42 @@
+"""The tracer for a workload: of one device, or of one rank in a world that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from hfopt.estimate.kernels import Kernels
+from hfopt.estimate.op_costs import cost
+from hfopt.estimate.preparation import prepared
+from hfopt.estimate.session import Tracer
+from hfopt.estimate.trace import Recorder
+from hfopt.estimate.trainer_step import trainer_script
+from hfopt.schema import StepSettings, Workload
+
+WARM_UP_BATCH = 1
+
+
+@contextmanager
+def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
+    """Ready to record; under FSDP2 and ZeRO-3 after a step that is thrown away: the first one sets up what the later ones reuse."""
+    build, sharding = prepared(workload, settings), settings.sharding
+    kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
+    recorder: type[Recorder] = Recorder
+    engine = None if sharding is None else sharding.engine
+    on_host = sharding is not None and (engine in ("zero2", "zero3") or (engine == "fsdp2" and sharding.offload_parameters))
+    with ExitStack() as world:
+        if engine in ("zero2", "zero3"):
+            from hfopt.estimate.ranks.zero import in_compute_dtype
+
+            build = in_compute_dtype(build, settings.precision)
+        elif sharding is not None and engine == "fsdp2":
+            from hfopt.estimate.ranks.fsdp import fully_sharded
+            from hfopt.estimate.ranks.recorder import ShardRecorder
+            from hfopt.estimate.ranks.world import fake_world
+
+            recorder = ShardRecorder
+            build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
+        tracer = Tracer(build, workload.make_batch, kernels, cost=cost, recorder=recorder, weights_on_host=on_host)
+        if engine in ("fsdp2", "zero3"):
+            tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)
+        yield tracer

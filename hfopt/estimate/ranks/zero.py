@@ -1,0 +1,222 @@
+"""ZeRO by stated rules on the traced step: DeepSpeed does not run on fake tensors, so what it allocates is put in where it would.
+
+Both stages (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py; read at 0.19): the model computes in the mixed precision's dtype without
+autocast; each rank keeps 1/N of the trained weights in float32, with the optimizer's states beside; a gradient is copied into a bucket of
+`reduce_bucket_size` elements as soon as it is whole (one larger than the bucket waits for the next reduction) and only this rank's part
+stays; the update runs group by group on flat tensors, with this group's gradients in float32.
+
+Stage 2: weights whole, in one flat tensor per parameter group (that they are there twice while they are flattened is left out: DeepSpeed
+does it on the host where the card is too small); buckets live during the backward, two of them with `overlap_comm`.
+Stage 3: see `zero_gather`; the bucket and this rank's gradients live as long as the model.
+Offloaded states are updated on the host and not counted; stage 2 then keeps one buffer of the largest weight on the card.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from hfopt.estimate.optimizers import make_optimizer, parameter_groups
+from hfopt.estimate.ranks.zero_gather import Gathering
+from hfopt.estimate.trainer_step import TrainerLoop
+from hfopt.schema import Precision
+
+SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size
+_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def in_compute_dtype(build: Callable[[], Any], precision: Precision) -> Callable[[], Any]:
+    """DeepSpeed casts the whole model before it trains."""
+    dtype = _COMPUTE.get(precision)
+
+    def build_cast() -> Any:
+        model = build()
+        cast: dict[int, Any] = {}
+        for module in model.modules() if dtype is not None else ():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                    if id(parameter) not in cast:
+                        cast[id(parameter)] = (
+                            torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad),
+                            parameter,
+                        )
+                    module._parameters[name] = cast[id(parameter)][0]
+        return model
+
+    return build_cast
+
+
+class ZeroLoop(TrainerLoop):
+    """What the stages share: flat float32 shards, an update per group, gradients that leave through a bucket."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.autocast_dtype = None
+        assert self.settings.sharding is not None
+        self.sharding = self.settings.sharding
+        self.sizes, self.world = self.sharding.zero, self.sharding.world_size
+        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._filled = 0
+        self._waiting: torch.Tensor | None = None  # a gradient larger than the bucket
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._reduced) for parameter in self.trained]
+
+    def run(self, steps: int) -> Any:
+        try:
+            return super().run(steps)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def hold(self, elements: int, dtype: torch.dtype, category: Any, what: str) -> int:
+        """A block of the engine's own, until it is released."""
+        recorder = self.session.recorder
+        block = recorder.allocate(elements * dtype.itemsize, what)
+        recorder.trace.categories[block] = category
+        return block
+
+    def shares(self, *, largest: int | None = None) -> list[tuple[int, torch.dtype]]:
+        """This rank's elements of each parameter group, cut into pieces of at most `largest`."""
+        found = []
+        for group in parameter_groups(self.model):
+            elements = -(-sum(parameter.numel() for parameter in group["params"]) // self.world)
+            while elements:
+                piece = min(elements, largest or elements)
+                found.append((piece, group["params"][0].dtype))
+                elements -= piece
+        return found
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.trained[0].dtype
+
+    # ------------------------------------------------------------------------------------------ gradients
+
+    def _reduced(self, parameter: torch.Tensor) -> None:
+        """A gradient is whole: into the bucket, or, where it is larger, alone."""
+        self.before_first_gradient()
+        if self._filled and self._filled + parameter.numel() > self.sizes.reduce_bucket:
+            self._reduce()
+        self._filled += parameter.numel()
+        if parameter.numel() > self.sizes.reduce_bucket or not self.sizes.contiguous_gradients:
+            self._waiting = parameter.grad
+        parameter.grad = None
+
+    def _reduce(self) -> None:
+        self.on_reduction(self._filled)
+        self._filled, self._waiting = 0, None
+
+    def before_first_gradient(self) -> None:
+        """Of a backward."""
+
+    def on_reduction(self, elements: int) -> None:
+        """Of a bucket with that many gradients."""
+
+    # ------------------------------------------------------------------------------------------ the update
+
+    def make_optimizer(self) -> Any:
+        """Float32 shards and one optimizer for each; on the host they are nobody's business here."""
+        self._updates: list[tuple[torch.Tensor, torch.dtype, Any]] = []
+        if self.sharding.offload_optimizer:
+            return None
+        for elements, dtype in self.shares(largest=self.largest_group):
+            master = torch.zeros(elements, dtype=torch.float32)
+            self.session.recorder.classify([master], "weights")
+            optimizer = make_optimizer(self.model, self.settings.optim, self.settings.optim_args, groups=[{"params": [master]}])
+            self._updates.append((master, dtype, optimizer))
+        return None
+
+    largest_group: int | None = None
+
+    def _optimizer_step(self, optimizer: Any) -> torch.Tensor:
+        recorder = self.session.recorder
+        first_block = recorder.next_block
+        for master, dtype, update in self._updates:
+            gradient = torch.zeros(master.numel(), dtype=dtype).to(torch.float32)
+            self.release_gradients(master.numel())
+            master.grad = gradient
+            del gradient
+            update.step()
+            master.grad = None
+        self.release_gradients(None)
+        recorder.classify_live(first_block, "optimizer")
+        return torch.zeros(())
+
+    def release_gradients(self, elements: int | None) -> None:
+        """Of a group that has its float32 copy now; None: of all."""
+
+
+class Zero2Loop(ZeroLoop):
+    def begin(self) -> None:
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                self.hold(parameter.numel(), parameter.dtype, "weights", "to_device")
+        for elements, dtype in self.shares():
+            self.hold(elements * self.world, dtype, "weights", "flatten")
+        if self.sharding.offload_optimizer:
+            self.hold(max(parameter.numel() for parameter in self.trained), self.dtype, "gradients", "offload_buffer")
+        self._buckets: list[int] = []
+        self._own: int | None = None  # this rank's gradients, in the dtype they came in
+        self._accumulated: list[int] = []
+
+    def before_first_gradient(self) -> None:
+        if not self._buckets and self.sizes.contiguous_gradients:
+            for _ in range(2 if self.sizes.overlap_comm else 1):
+                self._buckets.append(self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket"))
+
+    def on_reduction(self, elements: int) -> None:
+        if self._own is None and not self.sharding.offload_optimizer:
+            self._own = self.hold(self._share, self.dtype, "gradients", "own_gradients")
+
+    @property
+    def _share(self) -> int:
+        return sum(elements for elements, _ in self.shares())
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        yield
+        self._reduce()
+        recorder = self.session.recorder
+        for block in self._buckets:
+            recorder.release(block)
+        self._buckets = []
+        if not is_last and self._own is not None:
+            self._accumulated.append(self.hold(self._share, self.dtype, "gradients", "accumulated_gradients"))
+            recorder.release(self._own)
+            self._own = None
+
+    def release_gradients(self, elements: int | None) -> None:
+        if elements is None:
+            for block in (*self._accumulated, *([self._own] if self._own is not None else [])):
+                self.session.recorder.release(block)
+            self._accumulated, self._own = [], None
+
+
+class Zero3Loop(ZeroLoop):
+    largest_group = SUB_GROUP_ELEMENTS
+
+    def begin(self) -> None:
+        self._gathering = Gathering(self.model, self.session.recorder, self.sharding)
+        if not self.sharding.offload_optimizer:
+            self.hold(sum(elements for elements, _ in self.shares()), self.dtype, "gradients", "own_gradients")
+        if self.sizes.contiguous_gradients:
+            self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket")
+
+    def run(self, steps: int) -> Any:
+        try:
+            return super().run(steps)
+        finally:
+            self._gathering.remove()
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        self._gathering.restart()
+        yield
+        self._reduce()
+        self._gathering.release_all()
+
+    def on_reduction(self, elements: int) -> None:
+        """The gradients are laid out by rank in a flat tensor of their own before they are scattered."""
+        self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "reduce_scatter"))

@@ -1,0 +1,157 @@
+"""One rank of several: what each engine divides, keeps whole and keeps away from the card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hfopt.estimate.memory import Estimate, estimate
+from hfopt.estimate.ranks.loops import bucket_sizes
+from hfopt.estimate.ranks.world import fake_world
+from hfopt.schema import BatchShape, Sharding, StepSettings, Workload, ZeroSizes
+from hfopt.units import MIB
+
+WORLD = 4
+HIDDEN, LAYERS, VOCABULARY = 256, 3, 2000
+
+
+def llama(*, lora: bool = False) -> Workload:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+    )
+
+    def build() -> Any:
+        from hfopt.schema import Lora
+        from hfopt.workload.adapters import add_lora
+        from hfopt.workload.build import build_here
+
+        def assemble() -> Any:
+            model = LlamaForCausalLM(config)
+            return add_lora(model, Lora(r=4, target_modules="all-linear"), "causal_lm") if lora else model
+
+        return build_here(assemble)
+
+    def batch(size: int) -> dict[str, Any]:
+        ids = torch.ones(size, 32, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in LlamaForCausalLM(config).parameters())
+    return Workload(
+        name="tiny-llama",
+        model_class="LlamaForCausalLM",
+        task="causal_lm",
+        build_model=build,
+        make_batch=batch,
+        shape=BatchShape(kind="text", length=32),
+        parameters=parameters,
+        trainable_parameters=parameters,
+    )
+
+
+def traced(sharding: Sharding | None, *, lora: bool = False, **settings: Any) -> Estimate:
+    return estimate(llama(lora=lora), StepSettings(precision="bf16", optim="adamw_torch", sharding=sharding, **settings))
+
+
+def held(made: Estimate, *categories: str, after: str) -> int:
+    """Bytes of these kinds that are live right after a mark of the timeline."""
+    from hfopt.estimate.breakdown import live_bytes
+
+    live = live_bytes(made.curve.timeline, 2, made.curve.timeline.marks[after] + 2)
+    return sum(live[category] for category in categories)
+
+
+def fsdp(**options: Any) -> Sharding:
+    return Sharding(engine="fsdp2", world_size=WORLD, wrap=("LlamaDecoderLayer",), **options)
+
+
+def test_fsdp_divides_weights_and_optimizer_states_by_the_world() -> None:
+    whole, shard = llama().parameters * 4, traced(fsdp())
+    assert held(shard, "weights", after="step_1") == pytest.approx(whole / WORLD, rel=0.02)
+    assert held(shard, "optimizer", after="step_1") == pytest.approx(2 * whole / WORLD, rel=0.02)
+
+
+@pytest.mark.slow
+def test_fsdp_keeps_gathered_weights_when_it_does_not_reshard() -> None:
+    gathered, kept = traced(fsdp()).curve.peak(2), traced(fsdp(reshard_after_forward=False)).curve.peak(2)
+    blocks = 2 * (llama().parameters - 2 * HIDDEN * VOCABULARY)
+    assert kept.allocated_bytes - gathered.allocated_bytes > 0.3 * blocks
+
+
+def test_fsdp_offload_leaves_shards_and_states_on_the_host() -> None:
+    offloaded = traced(fsdp(offload_parameters=True))
+    assert held(offloaded, "weights", "optimizer", after="step_1") < 0.02 * llama().parameters * 4
+
+
+@pytest.mark.slow
+def test_whole_gradients_are_kept_through_the_accumulation_unless_each_batch_is_synced() -> None:
+    kept = traced(fsdp(), accumulation=2).curve.peak(2).allocated_bytes
+    synced = traced(fsdp(sync_each_batch=True), accumulation=2).curve.peak(2).allocated_bytes
+    assert kept - synced > 0.5 * llama().parameters  # whole gradients of two bytes each instead of shards of four
+
+
+@pytest.mark.slow
+def test_fsdp_shards_frozen_weights_of_an_adapted_model_too() -> None:
+    shard = traced(fsdp(), lora=True)
+    assert held(shard, "weights", after="step_1") < 1.2 * llama().parameters * 4 / WORLD
+
+
+@pytest.mark.slow
+def test_gathered_units_live_on_streams_of_their_own() -> None:
+    assert traced(fsdp()).curve.timeline.streams
+    assert not traced(None).curve.timeline.streams
+
+
+def test_ddp_adds_the_buckets_to_the_memory_of_one_device() -> None:
+    alone, rank = traced(None), traced(Sharding(engine="ddp", world_size=WORLD))
+    added = held(rank, "gradients", after="step_1") - held(alone, "gradients", after="step_1")
+    assert added == llama().parameters * 4
+
+
+def test_buckets_close_at_their_limit() -> None:
+    gradients = [("float", MIB), ("float", 20 * MIB), ("float", 6 * MIB), ("half", 10), ("float", 3)]
+    assert sorted(bucket_sizes(gradients)) == [3, 10, MIB, 26 * MIB]
+
+
+ZERO = ZeroSizes(reduce_bucket=HIDDEN * HIDDEN, prefetch_bucket=HIDDEN * HIDDEN, persistence_threshold=10 * HIDDEN, max_reuse_distance=1)
+
+
+def test_zero_2_keeps_whole_weights_and_a_share_of_the_states() -> None:
+    shard = traced(Sharding(engine="zero2", world_size=WORLD, zero=ZERO))
+    parameters = llama().parameters
+    assert held(shard, "weights", after="step_1") == pytest.approx(2 * parameters + 4 * parameters / WORLD, rel=0.02)
+    assert held(shard, "optimizer", after="step_1") == pytest.approx(8 * parameters / WORLD, rel=0.02)
+
+
+def test_zero_3_keeps_a_share_of_everything() -> None:
+    shard = traced(Sharding(engine="zero3", world_size=WORLD, zero=ZERO))
+    parameters = llama().parameters
+    assert held(shard, "weights", after="step_1") == pytest.approx(6 * parameters / WORLD, rel=0.05)
+    assert held(shard, "optimizer", after="step_1") == pytest.approx(8 * parameters / WORLD, rel=0.02)
+
+
+def test_zero_offload_leaves_the_states_on_the_host() -> None:
+    shard = traced(Sharding(engine="zero2", world_size=WORLD, offload_optimizer=True, zero=ZERO))
+    assert held(shard, "optimizer", after="step_1") < 1000
+
+
+def test_a_process_group_that_is_up_is_put_back() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with fake_world(WORLD):
+            assert dist.get_world_size() == WORLD
+        assert dist.get_world_size() == 2
+    finally:
+        dist.destroy_process_group()
