@@ -22,6 +22,19 @@ def parse_bytes(text: str, *, default_unit: str = "") -> int:
     return int(float(match["number"]) * _FACTORS[unit])
 
 
+_RATE = re.compile(r"^\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]?)(?P<what>bit|b|byte)(?:/s|ps)?\s*$", re.IGNORECASE)
+
+
+def parse_rate(text: str) -> float:
+    """'400Gbit/s', '25GB/s' -> bytes/s, by powers of ten as links are sold; a lone small b, as in 100Gb/s, is a bit."""
+    match = _RATE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a rate; write for example 400Gbit/s or 25GB/s")
+    factor = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match["unit"].lower()]
+    bits = match["what"].lower() == "bit" or match["what"] == "b"
+    return float(match["number"]) * factor / (8 if bits else 1)
+
+
 def format_bytes(count: int) -> str:
     """1536 MiB -> '1.50 GiB'."""
     size = abs(count)

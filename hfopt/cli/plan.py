@@ -27,7 +27,13 @@ def plan(
         typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="Plan for this card (see `hfopt gpus`), here or not."),
     ] = None,
     vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
-    num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Data-parallel devices.")] = None,
+    num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Devices of each machine.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
+    link: Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")] = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="ddp, fsdp2, zero2, zero3 or one with -offload; else the cheapest.")
+    ] = None,
+    model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
     model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
     task: Annotated[
@@ -65,6 +71,10 @@ def plan(
         "gpu": gpu,
         "vram_gib": vram,
         "num_gpus": num_gpus,
+        "nodes": nodes,
+        "link": link,
+        "engine": engine,
+        "model_parallel": model_parallel,
         "model": model,
         "seq_len": seq_len,
         "task": task_of(task),
@@ -78,6 +88,7 @@ def plan(
         "trust_remote_code": trust_remote_code,
     }
     made = _made(config, options, quiet=quiet)
+    made = _with_deepspeed_beside(made, output)
     edited = made.edited()
     _tell(made, edited.stale_comments, quiet=quiet)
     write_out(edited.data, output)
@@ -88,6 +99,16 @@ def plan(
         from hfopt.report.plan_page import plan_page
 
         write_out(plan_page(made.facts, made.charts), html_file)
+
+
+def _with_deepspeed_beside(made: Plan, output: Path | None) -> Plan:
+    """With -o the DeepSpeed config becomes a file beside the YAML, which names it; on stdout the YAML holds it."""
+    choice = made.facts.engine
+    if output is None or choice is None or choice.deepspeed is None:
+        return made
+    target = output.with_name(f"{output.stem}.deepspeed.json")
+    write_out((json.dumps(choice.deepspeed, indent=2) + "\n").encode(), target)
+    return made.with_deepspeed_file(str(target))
 
 
 def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:

@@ -21,6 +21,7 @@ from hfopt.planner.advice import advice
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.charts import charts
 from hfopt.planner.device import Device, device_of
+from hfopt.planner.devices import plan_devices
 from hfopt.planner.feeding import Feeding
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import nothing_fits
@@ -56,7 +57,7 @@ def plan(
 
         subject = from_live(source, request)
     read_s = time.perf_counter() - started
-    made = plan_subject(subject, request, progress=progress, estimator=estimator)
+    made = plan_devices(subject, request, lambda one: plan_subject(one, request, progress=progress, estimator=estimator))
     return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
 
 

@@ -14,9 +14,9 @@ from hfopt.hardware import catalog
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject
+from hfopt.planner.world import link_of, world_of
 from hfopt.schema import Candidate, Gpu, StepSettings, Trial, Workload
 from hfopt.search.feasible import budget_bytes
-from hfopt.units import format_bytes
 from hfopt.virtual.launch import available
 from hfopt.workload.recipe import Recipe, weights_dtype
 
@@ -79,7 +79,7 @@ class Device:
 
 
 def device_of(subject: Subject, request: Request) -> Device:
-    hardware, workload, args = subject.hardware, subject.workload, subject.job.args
+    hardware, args = subject.hardware, subject.job.args
     gpu = hardware.smallest
     notes = list(hardware.notes)
     if gpu is None:
@@ -94,43 +94,21 @@ def device_of(subject: Subject, request: Request) -> Device:
         free = gpu.available_bytes
     capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
     base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
-    ranks, offset, world_note = _world(subject, workload)
-    notes.extend([world_note] if world_note else [])
+    world = world_of(subject)
+    if world.ranks.world_size > 1:
+        link, words = link_of(gpu, asked=request.link_rate, nodes=request.nodes)
+        speed = replace(speed, link_bytes_per_s=link)
+        notes.append(f"{world.ranks.world_size} devices over {words}")
     return Device(
         gpu=gpu,
         name=gpu.name if gpu is not None else "the CPU",
         speed=speed,
         budget_bytes=budget_bytes(free, request.headroom),
-        base=base,
-        ranks=ranks,
-        offset_bytes=offset,
+        base=replace(base, sharding=world.sharding),
+        ranks=world.ranks,
+        offset_bytes=0,
         notes=tuple(notes),
     )
-
-
-def _world(subject: Subject, workload: Workload) -> tuple[Ranks, int, str | None]:
-    """DistributedDataParallel copies the gradients into buckets; sharding divides weights, gradients and optimizer state."""
-    args, world = subject.job.args, subject.job.world_size
-    element = 2 if _half_weights(subject) else 4
-    gradients, parameters = element * workload.trainable_parameters, element * workload.parameters
-    sharded = bool(args.get("fsdp") or args.get("fsdp_config")) or _zero_3(args.get("deepspeed"))
-    ranks = Ranks(world_size=world, gradient_bytes=gradients, parameter_bytes=parameters, sharded=sharded)
-    if world == 1:
-        return ranks, 0, None
-    if not sharded:
-        return ranks, gradients, f"{world} devices: each holds the gradients twice (DistributedDataParallel's buckets), included"
-    saved = (parameters + gradients + 2 * gradients) * (world - 1) // world
-    note = f"sharded over {world} devices: {format_bytes(saved)} of weights, gradients and optimizer state are elsewhere (a formula)"
-    return ranks, -saved, note
-
-
-def _half_weights(subject: Subject) -> bool:
-    recipe = subject.workload.build_model
-    return isinstance(recipe, Recipe) and str(weights_dtype(recipe.spec, recipe.config)) in ("torch.bfloat16", "torch.float16")
-
-
-def _zero_3(deepspeed: object) -> bool:
-    return isinstance(deepspeed, dict) and (deepspeed.get("zero_optimization") or {}).get("stage") == 3
 
 
 def _stand_in(gpu: Gpu) -> tuple[Speed, str]:

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hfopt.config.edit import upgrade
+from hfopt.config.engine import model_parallel_of
 from hfopt.config.load import Loaded, load, load_document
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
 from hfopt.schema import DataSpec, Hardware, Task, TrainJob, Workload
-from hfopt.units import GIB
+from hfopt.units import GIB, parse_rate
 
 ALLOWABLE = ("optim", "torch_compile", "accumulation")
 LrScaling = Literal["none", "sqrt", "linear"]
 Progress = Callable[[str], None]
+LINKS = ("nvlink", "pcie", "network")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,10 @@ class Request:
     allow: frozenset[str] = frozenset()
     dry_run: bool = True
     trust_remote_code: bool = False
+    nodes: int = 1
+    link: str | None = None  # nvlink, pcie or network, with a rate or without: network:400Gbit/s
+    engine: str | None = None  # a name of `planner.engines`; None: the cheapest that fits
+    model_parallel: int = 1  # ranks that share their samples: tensor, sequence, context parallel
 
     def __post_init__(self) -> None:
         unknown = sorted(self.allow - set(ALLOWABLE))
@@ -48,6 +54,27 @@ class Request:
             raise ConfigError(f"--effective-batch {self.effective_batch}: a batch has at least one sample")
         if self.seq_len is not None and self.seq_len < 1:
             raise ConfigError(f"--seq-len {self.seq_len}: a sequence has at least one token")
+        if self.nodes < 1:
+            raise ConfigError(f"--nodes {self.nodes}: there is at least one machine")
+        if self.model_parallel < 1:
+            raise ConfigError(f"--model-parallel {self.model_parallel}: a group has at least one device")
+        self.link_rate  # noqa: B018 - a bad one is said now
+
+    @property
+    def link_rate(self) -> tuple[str, float | None] | None:
+        """The kind of link and its bytes/s, where they were given."""
+        if self.link is None:
+            return None
+        kind, _, rate = self.link.partition(":")
+        kind = kind.lower()
+        if kind not in LINKS:
+            raise ConfigError(
+                f"--link {self.link} is not known", hint=f"one of {', '.join(LINKS)}, with a rate if you know it: network:400Gbit/s"
+            )
+        try:
+            return kind, parse_rate(rate) if rate else None
+        except ValueError as error:
+            raise ConfigError(f"--link {self.link}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +91,11 @@ class Subject:
     most_workers: int | None = None  # what the data allows; None: as many as it takes
     notes: tuple[str, ...] = ()
     trainer: Any = None  # the live one
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the config stands, for the files it names."""
+        return None if self.job.path is None else Path(self.job.path).parent
 
 
 def hardware_of(request: Request) -> Hardware:
@@ -86,7 +118,8 @@ def hardware_of(request: Request) -> Hardware:
 def from_file(path: Path, request: Request) -> Subject:
     """The config, repaired where the installed transformers would refuse it, with its model and data."""
     hardware = hardware_of(request)
-    world = max(1, len(hardware.gpus))
+    devices = max(1, len(hardware.gpus)) * request.nodes
+    world = _data_parallel(devices, request.model_parallel)
     loaded = load(path, section=request.section, world_size=world)
     repairs: tuple[str, ...] = ()
     if any(item.repair for item in loaded.found):
@@ -100,7 +133,19 @@ def from_file(path: Path, request: Request) -> Subject:
             "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
         )
     job = asked(loaded.job, request)
+    if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
+        job = replace(job, world_size=_data_parallel(devices, sharing))
     return Subject(job=job, workload=workload_of(job), hardware=hardware, loaded=loaded, repairs=repairs)
+
+
+def _data_parallel(devices: int, sharing: int) -> int:
+    """Ranks that see samples of their own: those that share a model's layers or a sequence's parts count once."""
+    if devices % sharing:
+        raise ConfigError(
+            f"{devices} devices cannot be split into groups of {sharing} that share their samples",
+            hint="tensor × sequence × context parallel sizes must divide the number of devices",
+        )
+    return devices // sharing
 
 
 def asked(job: TrainJob, request: Request) -> TrainJob:

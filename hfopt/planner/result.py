@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfopt.config.edit import Edited, edit
@@ -53,6 +53,11 @@ class Plan:
         text: str = yaml.safe_dump({change.key: change.after for change in self.facts.changes}, sort_keys=False)
         return text
 
+    def with_deepspeed_file(self, path: str) -> Plan:
+        """The same plan whose YAML names a file for the DeepSpeed config instead of holding it; the file is the caller's to write."""
+        changes = tuple(replace(c, after=path) if c.key == "deepspeed" and c.after is not None else c for c in self.facts.changes)
+        return replace(self, facts=replace(self.facts, changes=changes))
+
     def report(self) -> str:
         """The words of `hfopt plan`, without colours."""
         from hfopt.report.text import plan_text
@@ -82,6 +87,7 @@ class Plan:
             "rejected": [{**_settings(r.candidate), "reason": r.reason} for r in facts.rejected],
             "advice": [dataclasses.asdict(advice) for advice in facts.advice],
             "notes": list(facts.notes),
+            "engine": None if facts.engine is None else dataclasses.asdict(facts.engine),
         }
 
 

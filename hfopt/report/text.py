@@ -24,6 +24,7 @@ def plan_text(facts: PlanFacts) -> str:
 
 def plan_lines(facts: PlanFacts) -> Iterator[Line]:
     yield from _head(facts)
+    yield from _engine(facts)
     yield from _changes(facts.changes)
     yield from _speed(facts)
     yield from _memory(facts)
@@ -55,6 +56,18 @@ def _head(facts: PlanFacts) -> Iterator[Line]:
     world = facts.job.world_size
     same = "the same before and after" if old == new else f"asked for with --effective-batch; it was {old}"
     yield "plain", f"Effective batch {new}, {same}: {_product(was, world)} before, {_product(now, world)} after"
+
+
+def _engine(facts: PlanFacts) -> Iterator[Line]:
+    """How several devices share the model, what was not taken, and how to start it."""
+    choice = facts.engine
+    if choice is None:
+        return
+    yield "title", f"{choice.name} over {facts.job.world_size} devices: {choice.reason}"
+    for name, why in choice.rejected:
+        yield "soft", f"  not {name}: {why}"
+    for command in choice.commands:
+        yield "good", f"  {command}"
 
 
 def _product(candidate: Candidate, world: int) -> str:

@@ -1,0 +1,125 @@
+"""Which engine a config trains on several devices with, and its sizes: read from `fsdp`, `fsdp_config` and `deepspeed`.
+
+`auto` values of a DeepSpeed config become what transformers fills in (integrations/deepspeed.py): sizes from the model's hidden size.
+Tensor, sequence and context parallel ranks share their samples: they do not multiply the effective batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hfopt.errors import ConfigError
+from hfopt.schema import Sharding, ZeroSizes
+
+_SHARING = ("tp_size", "cp_size", "sp_size")  # accelerate's ParallelismConfig
+
+
+def sharding_of(args: Mapping[str, Any], *, world_size: int, hidden_size: int | None = None, folder: Path | None = None) -> Sharding | None:
+    """None: one device. `folder` is where the YAML stands; a path in it counts from the current folder first, as transformers reads it."""
+    if world_size < 2:
+        return None
+    if args.get("deepspeed"):
+        return _zero(_mapping(args["deepspeed"], "deepspeed", folder), world_size, hidden_size)
+    if uses_fsdp(args):
+        return _fsdp(args, _mapping(args.get("fsdp_config") or {}, "fsdp_config", folder), world_size)
+    return Sharding(engine="ddp", world_size=world_size)
+
+
+def uses_fsdp(args: Mapping[str, Any]) -> bool:
+    """`fsdp_config` alone switches nothing on."""
+    return args.get("fsdp") not in (None, False, "", [], "False", "false", "no_shard")
+
+
+def model_parallel_of(args: Mapping[str, Any], folder: Path | None = None) -> int:
+    """How many ranks work on the same samples."""
+    found = args.get("parallelism_config")
+    sizes = [int(found.get(name) or 1) for name in _SHARING] if isinstance(found, Mapping) else [int(args.get("tp_size") or 1)]
+    if args.get("deepspeed"):
+        config = _mapping(args["deepspeed"], "deepspeed", folder)
+        tensor = config.get("tensor_parallel")
+        sizes += [int(config.get("sequence_parallel_size") or 1), int((tensor or {}).get("autotp_size") or 1)]
+    product = 1
+    for size in sizes:
+        product *= max(1, size)
+    return product
+
+
+def _mapping(value: Any, key: str, folder: Path | None) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return {str(name).removeprefix("fsdp_"): item for name, item in value.items()}
+    path = Path(str(value)).expanduser()
+    places = [path] if folder is None or path.is_absolute() else [path, folder / path]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise ConfigError(f"{key}: {value} is not there", hint=f"looked for {' and '.join(map(str, places))}")
+    try:
+        parsed = json.loads(found.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{key}: {found} is no JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{key}: {found} holds no JSON object")
+    return {str(name).removeprefix("fsdp_"): item for name, item in parsed.items()}
+
+
+def _fsdp(args: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -> Sharding:
+    words = args["fsdp"]
+    options = set(words.split() if isinstance(words, str) else words if isinstance(words, (list, tuple)) else ())
+    wrap = config.get("transformer_layer_cls_to_wrap") or ()
+    reshard = config.get("reshard_after_forward", "shard_grad_op" not in options)
+    return Sharding(
+        engine="fsdp2",
+        world_size=world_size,
+        reshard_after_forward=_true(reshard) or str(reshard).lower() in ("full_shard", "hybrid_shard", "1", "4"),
+        offload_parameters=_true(config.get("cpu_offload")) or _true(config.get("offload_params")) or "offload" in options,
+        sync_each_batch=_syncs_each_batch(args),
+        wrap=tuple(wrap.split(",")) if isinstance(wrap, str) else tuple(wrap),
+    )
+
+
+def _syncs_each_batch(args: Mapping[str, Any]) -> bool:
+    config = args.get("accelerator_config")
+    kwargs = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
+    return isinstance(kwargs, Mapping) and _true(kwargs.get("sync_each_batch"))
+
+
+def _zero(config: Mapping[str, Any], world_size: int, hidden_size: int | None) -> Sharding:
+    zero = config.get("zero_optimization") or {}
+    stage = int(zero.get("stage") or 0)
+    if stage == 0:
+        return Sharding(engine="ddp", world_size=world_size)
+    squared = None if hidden_size is None else hidden_size * hidden_size
+
+    def size(key: str, automatic: float | None, default: int) -> int:
+        value = zero.get(key, default)
+        return default if value == "auto" and automatic is None else int(automatic or 0) if value == "auto" else int(float(value))
+
+    defaults = ZeroSizes()
+    return Sharding(
+        engine="zero3" if stage == 3 else "zero2",
+        world_size=world_size,
+        offload_optimizer=_offloads(zero.get("offload_optimizer")) or _true(zero.get("cpu_offload")),
+        offload_parameters=_offloads(zero.get("offload_param")),
+        zero=ZeroSizes(
+            reduce_bucket=size("reduce_bucket_size", squared, defaults.reduce_bucket),
+            allgather_bucket=size("allgather_bucket_size", None, defaults.allgather_bucket),
+            prefetch_bucket=size("stage3_prefetch_bucket_size", squared and int(0.9 * squared), defaults.prefetch_bucket),
+            persistence_threshold=size(
+                "stage3_param_persistence_threshold", hidden_size and 10 * hidden_size, defaults.persistence_threshold
+            ),
+            max_live=size("stage3_max_live_parameters", None, defaults.max_live),
+            max_reuse_distance=size("stage3_max_reuse_distance", None, defaults.max_reuse_distance),
+            overlap_comm=_true(zero.get("overlap_comm", stage == 3)),
+            contiguous_gradients=_true(zero.get("contiguous_gradients", True)),
+        ),
+    )
+
+
+def _offloads(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("device", "none") in ("cpu", "nvme")
+
+
+def _true(value: Any) -> bool:
+    return value is True or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "auto"))

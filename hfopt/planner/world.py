@@ -1,0 +1,97 @@
+"""What the other devices mean for one of them: the engine that shares the model, the bytes it sends, the link they go over.
+
+Volumes per device, for P parameters and G trained ones in the dtype they are sent in, over N ranks (a ring sends (N-1)/N of each):
+DDP 2·G per step (all-reduce). FSDP2 and ZeRO-3 gather P in forward and again in backward and scatter G, in every micro-batch; without
+resharding after the forward, P once. ZeRO-2 scatters G in every micro-batch and gathers G's weights once per step.
+Several nodes form one ring: its slowest link is the network of a node, which all its cards share in turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfopt.config.engine import sharding_of
+from hfopt.config.step import precision_of
+from hfopt.estimate.step_time import Ranks
+from hfopt.planner.request import Subject
+from hfopt.schema import Gpu, Sharding
+from hfopt.workload.recipe import Recipe, weights_dtype
+
+NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
+HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
+UPDATE_BYTES = 28  # Adam on the host reads weight, gradient and two states and writes three of them, in float32
+HOST_PASSES = 3  # torch's Adam on the CPU goes over the states several times; DeepSpeed's goes once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    sharding: Sharding | None
+    ranks: Ranks
+
+
+def world_of(subject: Subject) -> World:
+    job = subject.job
+    sharding = sharding_of(job.args, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
+    if sharding is None:
+        return World(sharding=None, ranks=Ranks(world_size=job.world_size))
+    return World(sharding=sharding, ranks=_ranks(subject, sharding))
+
+
+def hidden_size(subject: Subject) -> int | None:
+    config = getattr(subject.workload.build_model, "config", None)
+    text = getattr(config, "text_config", None) or config
+    size = getattr(text, "hidden_size", None) or max(getattr(text, "hidden_sizes", None) or [0])
+    return int(size) or None
+
+
+def weight_bytes(subject: Subject) -> int:
+    """Of one weight as it is stored while training."""
+    recipe = subject.workload.build_model
+    half = isinstance(recipe, Recipe) and str(weights_dtype(recipe.spec, recipe.config)) in ("torch.bfloat16", "torch.float16")
+    return 2 if half else 4
+
+
+def _ranks(subject: Subject, sharding: Sharding) -> Ranks:
+    workload, world = subject.workload, sharding.world_size
+    stored = weight_bytes(subject)
+    mixed = precision_of(subject.job.args) in ("bf16", "fp16")
+    sent = 2 if mixed and sharding.engine != "ddp" else stored
+    share = (world - 1) / world
+    weights, gradients = sent * workload.parameters * share, sent * workload.trainable_parameters * share
+    if sharding.engine == "ddp":
+        return Ranks(world_size=world, step_bytes=2 * gradients)
+    if sharding.engine == "zero2":
+        return Ranks(world_size=world, micro_batch_bytes=gradients, step_bytes=gradients, host_s=_host_s(subject, sharding, passes=1))
+    gathers = 2 if sharding.reshard_after_forward else 1
+    passes = HOST_PASSES if sharding.engine == "fsdp2" else 1
+    return Ranks(world_size=world, micro_batch_bytes=gathers * weights + gradients, host_s=_host_s(subject, sharding, passes=passes))
+
+
+def _host_s(subject: Subject, sharding: Sharding, *, passes: int) -> float:
+    """The update on the host and the copies there and back; all ranks of a node share its memory."""
+    if not (sharding.offload_parameters or sharding.offload_optimizer):
+        return 0.0
+    gpu = subject.hardware.smallest
+    per_node = max(1, len(subject.hardware.gpus))
+    updated = subject.workload.trainable_parameters / sharding.world_size
+    copied = 2 * 4 * updated + (2 * 2 * subject.workload.parameters / sharding.world_size if sharding.offload_parameters else 0)
+    pcie = (gpu.pcie_bytes_per_s if gpu is not None else None) or HOST_BYTES_PER_S
+    return passes * UPDATE_BYTES * updated * per_node / HOST_BYTES_PER_S + copied / pcie
+
+
+def link_of(gpu: Gpu | None, *, asked: tuple[str, float | None] | None, nodes: int) -> tuple[float | None, str]:
+    """The slowest link of the ring in bytes/s, and the words for it. `asked` is the kind given with --link and its rate, if told."""
+    if gpu is None:
+        return None, "memory of this machine"
+    inside, words = (gpu.nvlink_bytes_per_s, "NVLink") if gpu.nvlink_bytes_per_s else (gpu.pcie_bytes_per_s, "PCIe")
+    kind, rate = asked or (None, None)
+    if kind == "nvlink":
+        inside, words = rate or gpu.nvlink_bytes_per_s, "NVLink"
+    elif kind == "pcie":
+        inside, words = rate or gpu.pcie_bytes_per_s, "PCIe"
+    if nodes > 1 or kind == "network":
+        network = rate if kind == "network" and rate else NETWORK_BYTES_PER_S
+        if inside is None or network < inside or kind == "network":
+            assumed = "" if kind == "network" and rate else ", assumed"
+            return network, f"network of {network * 8 / 1e9:.0f} Gbit/s{assumed}"
+    return inside, words if inside is None else f"{words} with {inside / 1e9:.0f} GB/s"
