@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hfopt.errors import VirtualGpuError
 
-_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cudnn.h", "nccl.h", "nvrtc.h")
+_HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cudnn.h", "nccl.h")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,53 +1,14 @@
 /*
- * Kernels made at run time (TorchScript's fuser, torch's jiterator): never
- * compiled, because they are never run, but loaded and launched like the others.
+ * Kernels made at run time (TorchScript's fuser, torch's jiterator). torch opens
+ * the real nvrtc itself, so they are compiled; here, in the driver, they are
+ * loaded and launched like the others, and not run.
  */
-#include <stdlib.h>
-#include <string.h>
+#include <stdint.h>
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
-#include <nvrtc.h>
 
 #include "card.h"
-
-static const char no_code[] = ""; /* the empty image every program compiles to */
-
-API nvrtcResult nvrtcVersion(int *major, int *minor)
-{
-    *major = CUDART_VERSION / 1000;
-    *minor = CUDART_VERSION % 1000 / 10;
-    return NVRTC_SUCCESS;
-}
-API const char *nvrtcGetErrorString(nvrtcResult e) { return e ? "NVRTC_ERROR" : "NVRTC_SUCCESS"; }
-API nvrtcResult nvrtcCreateProgram(nvrtcProgram *p, const char *source, const char *name, int n, const char *const *headers,
-                                   const char *const *includes)
-{
-    (void)source; (void)name; (void)n; (void)headers; (void)includes;
-    *p = calloc(1, 16);
-    return *p ? NVRTC_SUCCESS : NVRTC_ERROR_OUT_OF_MEMORY;
-}
-API nvrtcResult nvrtcDestroyProgram(nvrtcProgram *p)
-{
-    free(*p);
-    *p = NULL;
-    return NVRTC_SUCCESS;
-}
-API nvrtcResult nvrtcAddNameExpression(nvrtcProgram p, const char *name) { (void)p; (void)name; return NVRTC_SUCCESS; }
-API nvrtcResult nvrtcGetLoweredName(nvrtcProgram p, const char *name, const char **lowered)
-{
-    (void)p;
-    *lowered = name;
-    return NVRTC_SUCCESS;
-}
-API nvrtcResult nvrtcCompileProgram(nvrtcProgram p, int n, const char *const *options) { (void)p; (void)n; (void)options; return NVRTC_SUCCESS; }
-
-#define IMAGE(What)                                                                                                   \
-    API nvrtcResult nvrtcGet##What##Size(nvrtcProgram p, size_t *n) { (void)p; *n = sizeof no_code; return NVRTC_SUCCESS; } \
-    API nvrtcResult nvrtcGet##What(nvrtcProgram p, char *out) { (void)p; memcpy(out, no_code, sizeof no_code); return NVRTC_SUCCESS; }
-IMAGE(PTX)
-IMAGE(CUBIN)
-IMAGE(ProgramLog)
 
 #define TOKEN 0x3000 /* a module or a function: nobody looks inside */
 
@@ -92,7 +53,7 @@ API CUresult cuLaunchKernel(CUfunction f, unsigned gx, unsigned gy, unsigned gz,
     return cuLaunchCooperativeKernel(f, gx, gy, gz, bx, by, bz, smem, s, args);
 }
 
-/* The compiler itself, when something calls it past torch, asks for tables only the driver has. */
+/* The compiler asks for tables that only the real driver has, and does without. */
 API CUresult cuGetExportTable(const void **table, const CUuuid *id)
 {
     (void)id;
