@@ -123,9 +123,8 @@ def try_out(drawn: Draw, timeout_s: float) -> dict[str, Any]:
             return result | {"outcome": "refused", "message": str(error)}
     facts, candidate = made.facts, made.candidate
     result["plan_s"] = round(time.perf_counter() - began, 1)
-    trial = dry_run(
-        facts.job, candidate, device="virtual", gpu=gpu, context_bytes=context_bytes(gpu.capability), timeout_s=timeout_s, steps=2
-    )
+    context = context_bytes(gpu.capability, multiprocessors=gpu.sms)
+    trial = dry_run(facts.job, candidate, device="virtual", gpu=gpu, context_bytes=context, timeout_s=timeout_s, steps=2)
     usable = gpu.usable_bytes or gpu.memory_bytes
     fitting = [(facts.after.candidate, facts.after.memory), *((one.candidate, one.memory) for one in facts.alternatives)]
     fullest = max(memory.device_bytes for other, memory in fitting if _same_settings(other, candidate))

@@ -1,9 +1,10 @@
 """The estimate against PyTorch's own allocator: whole HF Trainer runs on the virtual GPU, at batch sizes that were never traced.
 
-usage: python benchmarks/virtual_accuracy.py [--only TEXT] [--every N] [--python PYTHON]
+usage: python benchmarks/virtual_accuracy.py [--only TEXT] [--every N] [--log FILE] [--python PYTHON]
 
 Seven model families × fp32, bf16, fp16 × checkpointing × accumulation 1 and 4, and some further models and optimizers. What is compared
-are torch.cuda.max_memory_allocated and max_memory_reserved; nothing here was measured on a real card. The last line is one JSON object.
+are torch.cuda.max_memory_allocated and max_memory_reserved; nothing here was measured on a real card. With --log the virtual runs are
+kept (not the estimates, which are made anew), and a second run goes on where the first was stopped. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -61,18 +62,49 @@ def matrix() -> Iterator[Case]:
     yield from FURTHER
 
 
-def measured(cases: list[Case], python: str) -> Iterator[dict[str, Any]]:
-    env = environment(CARD, python=python)
-    env["PYTHONPATH"] = f"{HERE.parent}:{HERE}:{env['PYTHONPATH']}"
-    env["HF_HUB_OFFLINE"] = "1"
-    command = [python, str(HERE / "virtual_worker.py")]
-    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as worker:
-        assert worker.stdin is not None
-        assert worker.stdout is not None
-        for case in cases:
-            worker.stdin.write(json.dumps(asdict(case)) + "\n")
-            worker.stdin.flush()
-            yield json.loads(worker.stdout.readline() or '{"failed": "the worker ended"}')
+class VirtualCard:
+    """Runs cases in one worker on the virtual GPU; a worker that dies takes its case with it and the next case starts another."""
+
+    def __init__(self, python: str, log: Path | None) -> None:
+        self._env = environment(CARD, python=python)
+        self._env["PYTHONPATH"] = f"{HERE.parent}:{HERE}:{self._env['PYTHONPATH']}"
+        self._env["HF_HUB_OFFLINE"] = "1"
+        self._command = [python, str(HERE / "virtual_worker.py")]
+        self._log = log
+        self._known: dict[str, dict[str, Any]] = {}
+        if log is not None and log.exists():
+            entries = map(json.loads, log.read_text().splitlines())
+            self._known = {entry["case"]: entry["real"] for entry in entries}
+        self._worker: subprocess.Popen[str] | None = None
+
+    def run(self, case: Case) -> dict[str, Any]:
+        key = json.dumps(asdict(case), sort_keys=True)
+        if key not in self._known:
+            self._known[key] = self._ask(key)
+            if self._log is not None:
+                with self._log.open("a") as log:
+                    log.write(json.dumps({"case": key, "real": self._known[key]}) + "\n")
+        return self._known[key]
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        if self._worker is None:
+            self._worker = subprocess.Popen(
+                self._command, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        assert self._worker.stdin is not None
+        assert self._worker.stdout is not None
+        self._worker.stdin.write(line + "\n")
+        self._worker.stdin.flush()
+        answer = self._worker.stdout.readline()
+        if answer:
+            return json.loads(answer)  # type: ignore[no-any-return]
+        code = self._worker.wait()
+        self._worker = None
+        return {"failed": f"the worker ended with {code}"}
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.communicate()
 
 
 def compare(case: Case, real: dict[str, Any]) -> tuple[float, float] | str:
@@ -90,12 +122,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose title contains this")
     parser.add_argument("--python", default=sys.executable, help="a Python with the CUDA build of torch")
+    parser.add_argument("--log", type=Path, help="virtual runs are kept here, one JSON object a line")
     parser.add_argument("--every", type=int, default=1, help="take each n-th case only")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     cases = [case for case in matrix() if arguments.only in case.title][:: arguments.every]
     errors: list[tuple[float, float]] = []
-    for case, real in zip(cases, measured(cases, arguments.python), strict=True):
+    card = VirtualCard(arguments.python, arguments.log)
+    for case in cases:
+        real = card.run(case)
         found = compare(case, real)
         if isinstance(found, str):
             print(f"{case.title:70} {found}", flush=True)
@@ -104,6 +139,7 @@ def main() -> None:
         allocated_mib, reserved_mib = real["allocated"] / MIB, real["reserved"] / MIB
         shown = f"allocated {allocated_mib:8.0f} MiB {found[0]:+6.2f} %   reserved {reserved_mib:8.0f} MiB {found[1]:+6.2f} %"
         print(f"{case.title:70} {shown}", flush=True)
+    card.close()
     allocated, reserved = ([abs(pair[index]) for pair in errors] for index in (0, 1))
     result = {
         "n": len(errors),
