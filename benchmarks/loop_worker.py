@@ -25,6 +25,7 @@ from hfopt.units import MIB
 from hfopt.workload.table import architectures
 
 ITERATIONS = 3
+TORCH = (2, 6)  # what the rows were measured with
 CARDS = {"RTX 3060": ((8, 6), 28), "RTX 4060": ((8, 9), 24), "A100-SXM4-40GB": ((8, 0), 108)}
 UNKNOWN_CARD = ((8, 6), 28)
 
@@ -103,7 +104,8 @@ def make_optimizer(name: str, parameters: Any) -> Any:
 def loop(optimizer_name: str, zero_grad: str) -> Callable[[Session], None]:
     def script(session: Session) -> None:
         optimizer = make_optimizer(optimizer_name, session.model.parameters())
-        for _ in range(ITERATIONS):
+        for step in range(ITERATIONS):
+            session.recorder.mark(f"step_{step}")
             batch = session.to_device()
             if zero_grad == "iteration_start":
                 optimizer.zero_grad()
@@ -118,6 +120,7 @@ def loop(optimizer_name: str, zero_grad: str) -> Callable[[Session], None]:
                 optimizer.step()
             if zero_grad == "after_step":
                 optimizer.zero_grad()
+        session.recorder.mark("end")
 
     return script
 
@@ -137,7 +140,7 @@ class Curves:
             tracer = Tracer(
                 lambda: kind.from_config(config, attn_implementation=row["attn"]).train(),
                 make_batch(config, int(row["seq_len"])),
-                Kernels(capability=capability, multiprocessors=multiprocessors, workspace_per_call=False),  # torch 2.6 keeps them
+                Kernels(capability=capability, multiprocessors=multiprocessors, torch_version=TORCH),
             )
             script = loop(row["optimizer"], row["zero_grad"])
             self._curves[key] = MemoryCurve(combine(*(tracer.record(script, batch) for batch in TRACED_BATCHES)), 0)

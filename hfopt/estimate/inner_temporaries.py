@@ -15,7 +15,6 @@ from hfopt.estimate.attention_temporaries import efficient_backward, efficient_f
 from hfopt.estimate.ctc_rules import ctc_backward, ctc_forward
 from hfopt.estimate.formulas import Formula, constant
 from hfopt.estimate.kernels import Kernels, Sized, Step
-from hfopt.units import MIB
 
 aten = torch.ops.aten
 Rule: TypeAlias = Callable[[Kernels, Sequence[Any], dict[str, Any], Any], list[Step]]
@@ -26,9 +25,9 @@ def _matmul(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: 
 
 
 def _addmm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
-    """ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt: a 1-dimensional bias goes to cublasLt, whose workspace is 1 MiB."""
+    """ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt: a 1-dimensional bias goes to cublasLt."""
     if args[0].dim() == 1 and args[0].is_contiguous() and min(args[2].shape) > 1:
-        return [out, constant(MIB)]
+        return [out, *kernels.lt_workspace()]
     return [out, *kernels.workspace()]
 
 

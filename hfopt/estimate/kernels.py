@@ -38,17 +38,36 @@ def resident_threads(capability: tuple[int, int], multiprocessors: int | None = 
 
 
 class Kernels:
-    """The allocation order of CUDA's kernels for one capability and one version of PyTorch."""
+    """The allocation order of CUDA's kernels for one capability and one version of PyTorch (the installed one unless told).
+
+    Who owns the workspaces of cuBLAS and cublasLt has changed (ATen/cuda/CublasHandlePool.cpp): cuBLAS kept one per thread until 2.14;
+    cublasLt took 1 MiB per call until 2.8, kept it from 2.9 on (pytorch#156495), shared cuBLAS's from 2.11 on (pytorch#168175); 2.15 takes
+    both anew for each call (pytorch#194311). Checked: 2.15 on the virtual GPU, 2.6 by published runs; the rest is read there.
+    """
 
     def __init__(
-        self, *, capability: tuple[int, int] = (8, 0), multiprocessors: int | None = None, workspace_per_call: bool = True
+        self,
+        *,
+        capability: tuple[int, int] = (8, 0),
+        multiprocessors: int | None = None,
+        torch_version: tuple[int, int] | None = None,
     ) -> None:
         self.capability = capability
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
         self.threads = _THREADS.get(capability, 2048)
-        # ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
+        self.torch_version = torch_version or _installed_torch()
+        # getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
         self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
-        self.workspace_per_call = workspace_per_call
 
     def workspace(self) -> list[Step]:
-        return [constant(self.cublas_bytes) if self.workspace_per_call else Kept("cublas", self.cublas_bytes)]
+        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else Kept("cublas", self.cublas_bytes)]
+
+    def lt_workspace(self) -> list[Step]:
+        if self.torch_version >= (2, 15) or self.torch_version < (2, 9):
+            return [constant(MIB)]
+        return self.workspace() if self.torch_version >= (2, 11) else [Kept("cublaslt", MIB)]
+
+
+def _installed_torch() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
