@@ -107,6 +107,7 @@ class DataSpec:
     max_length: int | None = None
     max_target_length: int | None = None
     packing: bool = False
+    lengths: tuple[int, ...] = ()  # of samples, where batches are padded to their own longest: each for the same share of them
     image_size: int | None = None
     audio_seconds: float | None = None
     samples: int | None = None  # number of training samples, when known
@@ -212,6 +213,15 @@ class BatchShape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LengthSpread:
+    """How long the samples are, where each batch is padded to its own longest."""
+
+    longest: int
+    lengths: tuple[int, ...]  # each stands for the same share of the samples, ascending
+    grouped: bool = False  # a batch is made of samples of like length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The model and its batches, ready to be built anywhere.
 
@@ -236,6 +246,7 @@ class Workload:
     checkpointable: bool = True
     batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
     weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
+    lengths: LengthSpread | None = None  # None: every batch is as long as `shape` says, or nothing else is known
     notes: tuple[str, ...] = ()
 
 

@@ -10,6 +10,9 @@ from hfopt.errors import ConfigError
 if TYPE_CHECKING:
     from hfopt.schema import Precision, Task
 
+LENGTHS_HELP = "Lengths of typical samples, each for the same share of the data: batches are padded to their own longest."
+ONE_TOKEN = "a sequence has at least one token"
+
 
 def task_of(text: str | None) -> Task | None:
     from hfopt.schema import Task
@@ -75,3 +78,16 @@ def complete_key(incomplete: str) -> list[str]:
 
 def _beginning(incomplete: str, words: Iterable[str]) -> list[str]:
     return [word for word in words if word.startswith(incomplete)]
+
+
+def numbers(option: str, text: str | None, *, least: str) -> tuple[int, ...]:
+    """'1,2,4' -> (1, 2, 4); `least` says why none may be below one."""
+    if text is None:
+        return ()
+    try:
+        found = tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is not a list of whole numbers", hint=f"write for example {option} 16,32,64") from None
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option} {text!r}: {least}", hint=f"write for example {option} 16,32,64")
+    return found

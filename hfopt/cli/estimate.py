@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import complete_gpu, complete_precision, complete_task, precision_of, task_of
+from hfopt.cli.choices import (
+    LENGTHS_HELP,
+    ONE_TOKEN,
+    complete_gpu,
+    complete_precision,
+    complete_task,
+    numbers,
+    precision_of,
+    task_of,
+)
 from hfopt.cli.output import people
-from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.schema import MemoryRow, MemoryTable
@@ -28,6 +36,7 @@ def estimate(
     task: Annotated[str | None, typer.Option("--task", autocompletion=complete_task, help="Instead of the head the config names.")] = None,
     batch_sizes: Annotated[str | None, typer.Option("--batch-sizes", metavar="1,2,4,…", help="Per-device batch sizes.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", metavar="TOKENS", min=1, help="Length of the longest sample.")] = None,
+    lengths: Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)] = None,
     precision: Annotated[
         str | None,
         typer.Option("--precision", autocompletion=complete_precision, metavar="fp32|tf32|fp16|bf16", help="Instead of the config's."),
@@ -45,7 +54,8 @@ def estimate(
       hfopt estimate gpt2 --seq-len 1024 --precision bf16        a model alone, no config
       hfopt estimate train.yaml --gpu t4 --json                  for a program
     """
-    sizes, asked_precision, asked_task = _sizes(batch_sizes), precision_of(precision), task_of(task)
+    sizes = sorted(set(numbers("--batch-sizes", batch_sizes, least="a batch has at least one sample")))
+    asked_precision, asked_task = precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
         from hfopt.planner.memory_table import memory_table, read_subject
         from hfopt.planner.request import Request
@@ -57,6 +67,7 @@ def estimate(
             model=model,
             task=asked_task,
             seq_len=seq_len,
+            lengths=numbers("--lengths", lengths, least=ONE_TOKEN),
             section=section,
             trust_remote_code=trust_remote_code,
         )
@@ -102,17 +113,3 @@ def _row_data(row: MemoryRow) -> dict[str, Any]:
         "breakdown": asdict(row.peak.breakdown) if row.peak.breakdown else None,
         "moment": row.peak.moment,
     }
-
-
-def _sizes(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    try:
-        sizes = [int(part) for part in text.replace(" ", "").split(",") if part]
-    except ValueError:
-        raise ConfigError(
-            f"--batch-sizes {text!r} is not a list of whole numbers", hint="write for example --batch-sizes 1,2,4,8"
-        ) from None
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(f"--batch-sizes {text!r}: a batch has at least one sample", hint="write for example --batch-sizes 1,2,4,8")
-    return sorted(set(sizes))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import complete_gpu, complete_key, complete_task, known_keys, task_of
+from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_key, complete_task, known_keys, numbers, task_of
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -36,6 +36,7 @@ def plan(
     model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
     model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
+    lengths: Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)] = None,
     task: Annotated[
         str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
     ] = None,
@@ -77,6 +78,7 @@ def plan(
         "model_parallel": model_parallel,
         "model": model,
         "seq_len": seq_len,
+        "lengths": numbers("--lengths", lengths, least=ONE_TOKEN),
         "task": task_of(task),
         "section": section,
         "effective_batch": effective_batch,

@@ -8,19 +8,25 @@ reserved memory is allocated × the ratio replayed at a few anchors, interpolate
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
 from hfopt.estimate.allocator_options import AllocatorOptions
+from hfopt.estimate.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
 from hfopt.estimate.context import context_bytes
-from hfopt.estimate.timeline import FREED, Timeline, combine
-from hfopt.schema import Breakdown, MemoryPeak, OpCost, StepSettings, Workload
+from hfopt.estimate.envelope import running_lines, upper_envelope
+from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.estimate.timeline import FREED, Timeline, alone, combine
+from hfopt.schema import Breakdown, LengthSpread, MemoryPeak, OpCost, StepSettings, Workload
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from hfopt.estimate.session import Script, Tracer
+    from hfopt.estimate.trace import Trace
 
 TRACED_BATCHES = (2, 3)  # not 1: a dimension of size one is laid out in its own way
 _ANCHORS = 7
@@ -41,6 +47,7 @@ class MemoryCurve:
 
     timeline: Timeline
     context_bytes: int
+    varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
 
@@ -63,8 +70,16 @@ class MemoryCurve:
             raise TraceError(f"a batch size of {batch} cannot be estimated", hint="the smallest batch size is 1")
         key = (batch, options, capacity_bytes)
         if key not in self._replays:
-            self._replays[key] = _replay(self.timeline, batch, CachingAllocator(options, capacity_bytes=capacity_bytes))
+            self._replays[key] = self._replay(batch, lambda: CachingAllocator(options, capacity_bytes=capacity_bytes))
         return self._replays[key]
+
+    def _replay(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Replay:
+        timeline = self.timeline
+        same = replay_events(timeline, zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True), allocator())
+        if self.varying is None or not same.fits:
+            return same
+        mixed = replay_events(timeline, self.varying.events(batch), allocator())
+        return replace(same, reserved_bytes=max(same.reserved_bytes, mixed.reserved_bytes), fits=mixed.fits)
 
     def fits(self, batch: int, budget_bytes: int, options: AllocatorOptions | None = None) -> bool:
         """Does it run in `budget_bytes` of device memory, the context included?"""
@@ -112,7 +127,7 @@ class MemoryCurve:
         import numpy as np
 
         if self._envelope is None:
-            self._envelope = _upper_envelope(*_running_lines(self.timeline))
+            self._envelope = upper_envelope(*running_lines(self.timeline))
         constants, slopes = self._envelope
         peak: np.ndarray[Any, Any] = np.max(constants[:, None] + slopes[:, None] * batches[None, :], axis=0)
         return peak
@@ -153,7 +168,7 @@ class Estimate:
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
-    from hfopt.estimate.op_groups import grouped
+    from hfopt.estimate.op_groups import grouped, proportional
     from hfopt.estimate.ranks.tracing import tracer_of
     from hfopt.estimate.trainer_step import trainer_script
 
@@ -162,70 +177,53 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     if settings.torch_compile:
         notes.append("torch.compile is not traced: the figures are those of the eager step")
     script = trainer_script(settings, workload.compute_loss)
+    context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
     with tracer_of(workload, settings) as tracer:
-        traces = [tracer.record(script, batch) for batch in TRACED_BATCHES]
-    timeline = combine(*traces)
-    if timeline.inexact:
-        notes.append(f"{timeline.inexact} of {len(timeline)} sizes are no straight line over the batch size and were rounded")
-    return Estimate(
-        curve=MemoryCurve(timeline, context_bytes(settings.capability, multiprocessors=settings.multiprocessors)),
-        ops=grouped(traces[0], traces[1]),
-        seconds=time.perf_counter() - began,
-        notes=tuple(notes),
+        first, second = (tracer.record(script, batch) for batch in TRACED_BATCHES)
+        try:
+            timeline = combine(first, second)
+            curve = MemoryCurve(timeline, context, _varying(tracer, script, first, timeline, workload.lengths, notes))
+            ops = grouped(first, second)
+        except TraceError as error:
+            second = tracer.record(script, COARSE_BATCH)
+            curve = MemoryCurve(coarse_timeline(*(MemoryCurve(alone(one), 0).peak(one.batch) for one in (first, second))), context)
+            ops = proportional(first)
+            notes.append(COARSE_NOTE.format(first.batch, second.batch, error))
+    return Estimate(curve=curve, ops=ops, seconds=time.perf_counter() - began, notes=tuple(notes))
+
+
+def _varying(
+    tracer: Tracer, script: Script, full: Trace, timeline: Timeline, spread: LengthSpread | None, notes: list[str]
+) -> VaryingLengths | None:
+    """A third trace at a shorter length, where the samples' lengths are known to vary; a note says what came of it."""
+    shorter = None if spread is None else shorter_length(spread.longest)
+    if spread is None or shorter is None:
+        return None
+    try:
+        short = tracer.record(script, full.batch, change=lambda batch: shortened(batch, spread.longest, shorter))
+        found = varying(timeline, full, short, spread, shorter)
+    except TraceError as error:
+        notes.append(f"each batch has its own length, but only the longest could be replayed ({error}): more may be reserved")
+        return None
+    notes.append(
+        f"each batch is padded to its own longest sample: {found.steps} steps of drawn lengths up to {spread.longest} are replayed"
     )
+    return found
 
 
-def _replay(timeline: Timeline, batch: int, allocator: CachingAllocator) -> Replay:
+def replay_events(timeline: Timeline, events: Iterable[tuple[int, int]], allocator: CachingAllocator) -> Replay:
+    """Pairs of block and size (or FREED) through an allocator; a repetition of the timeline's block stays on its stream."""
     allocate, free = allocator.allocate, allocator.free
-    streams = timeline.streams
+    streams, stride = timeline.streams, timeline.next_block
     peak = peak_event = 0
-    for event, (block, size) in enumerate(zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True)):
+    for event, (block, size) in enumerate(events):
         if size == FREED:
             free(block)
         elif size > 0:
             try:
-                allocate(block, size, streams.get(block, 0))
+                allocate(block, size, streams.get(block % stride, 0))
             except OutOfMemory:
                 return Replay(allocator.peak_allocated, allocator.peak_reserved, event, fits=False)
             if allocator.allocated > peak:
                 peak, peak_event = allocator.allocated, event
     return Replay(allocator.peak_allocated, allocator.peak_reserved, peak_event)
-
-
-def _running_lines(timeline: Timeline) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Live bytes after each event as lines over the batch, rounding left out (the anchors put it back)."""
-    import numpy as np
-
-    constants, slopes = timeline.constants.copy(), timeline.slopes.copy()
-    for index, formula in timeline.formulas.items():
-        low, high = formula.bytes(8), formula.bytes(64)
-        slopes[index] = (high - low) / 56
-        constants[index] = low - slopes[index] * 8
-    taken: dict[int, int] = {}
-    for event, (block, freed) in enumerate(zip(timeline.blocks.tolist(), timeline.is_free.tolist(), strict=True)):
-        if freed:
-            birth = taken[block]
-            constants[event], slopes[event] = -constants[birth], -slopes[birth]
-        else:
-            taken[block] = event
-    return np.cumsum(constants), np.cumsum(slopes)
-
-
-def _upper_envelope(constants: np.ndarray[Any, Any], slopes: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The lines that are highest somewhere for batch > 0: the upper hull, by increasing slope."""
-    import numpy as np
-
-    order = np.lexsort((constants, slopes))
-    hull: list[int] = []
-    for index in order.tolist():
-        while hull and (slopes[hull[-1]] == slopes[index] or constants[hull[-1]] <= constants[index]):
-            hull.pop()  # same slope and lower, or lower everywhere that counts
-        while len(hull) > 1 and _crosses_before(constants, slopes, hull[-2], hull[-1], index):
-            hull.pop()
-        hull.append(index)
-    return constants[hull], slopes[hull]
-
-
-def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool:
-    """Does line c pass a before b does? Then b is never highest."""
-    return bool((constants[a] - constants[c]) * (slopes[b] - slopes[a]) <= (constants[a] - constants[b]) * (slopes[c] - slopes[a]))

@@ -22,6 +22,16 @@ def grouped(first: Trace, second: Trace) -> tuple[OpCost, ...]:
     return tuple(replace(op, count=float(count)) for op, count in counts.items())
 
 
+def proportional(trace: Trace) -> tuple[OpCost, ...]:
+    """From one trace alone: the kernels of a micro-batch grow with it, those of the optimizer do not."""
+    counts: Counter[OpCost] = Counter()
+    for phase, name, one in trace.costs:
+        factor = 1 if phase == "optimizer" else 2
+        grown = replace(one, flops=factor * one.flops, moved_bytes=factor * one.moved_bytes, shape=None)
+        counts[_affine(phase, name, (trace.batch, one), (2 * trace.batch, grown))] += one.launches
+    return tuple(replace(op, count=float(count)) for op, count in counts.items())
+
+
 def _affine(phase: str, name: str, first: tuple[int, Cost], second: tuple[int, Cost]) -> OpCost:
     (batch, one), (other, two) = first, second
     span = other - batch

@@ -23,6 +23,7 @@ from hfopt.estimate.values import Values, attach
 from hfopt.quiet import quietly
 
 Script = Callable[["Session"], None]
+Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Session:
@@ -78,7 +79,8 @@ class Tracer:
                 attach(parameter, None)  # a step would change it, and the next trace would start elsewhere
             self._in_place_use_count = _probe_use_count(kernels, self._values, self._run)
 
-    def record(self, script: Script, batch_size: int) -> Trace:
+    def record(self, script: Script, batch_size: int, *, change: Change = dict) -> Trace:
+        """`change` makes another batch of the usual one, for example a shorter one."""
         trace = Trace(batch_size)
         recorder = self._recorder(
             trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count
@@ -86,7 +88,7 @@ class Tracer:
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
             torch.manual_seed(0)
-            real = self._make_batch(batch_size)
+            real = change(self._make_batch(batch_size))
             with self._fake_mode, cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = Session(self.model, lambda: self._fake_batch(real), recorder)

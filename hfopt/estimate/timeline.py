@@ -1,12 +1,11 @@
 """One timeline for every batch size: two traces matched event by event, each size as constant + slope × batch.
 
-A third trace at another batch size checks the match. Where a size is no affine function (a padded or value-dependent shape), the line
-through the two traces is used, rounded, and `inexact` counts it.
+Sizes that a kernel computes in another way keep their formula. Where the traces are not the same sequence of events there is no timeline
+(`coarse` has a rougher answer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +40,15 @@ class Timeline:
     categories: dict[int, Category]
     marks: dict[str, int]
     formulas: dict[int, AffineFormula] = field(default_factory=dict)
-    inexact: int = 0
-    traced: tuple[int, ...] = ()
     streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def next_block(self) -> int:
+        """No block has this number or a higher one."""
+        return int(self.blocks.max()) + 1
 
     def sizes(self, batch: int) -> list[int]:
         """The bytes of each event at a batch size; FREED for a free."""
@@ -60,64 +62,60 @@ class Timeline:
         return out
 
 
-def combine(first: Trace, second: Trace, third: Trace | None = None) -> Timeline:
+def combine(first: Trace, second: Trace) -> Timeline:
     """Matches the traces; raises TraceError when they are not the same sequence of events."""
-    import numpy as np
-
-    _require_same_shape(first, second)
-    span = second.batch - first.batch
-    one = np.array([size for _, size, _ in first.events], dtype=np.int64)
-    two = np.array([size for _, size, _ in second.events], dtype=np.int64)
-    slopes = (two - one) / span
-    constants = one - slopes * first.batch
+    require_same_events(first, second, f"batch {first.batch} and {second.batch}")
     formulas = {}
     for index, formula in first.formulas.items():
-        other = second.formulas[index]
-        dims = []
-        for a, b in zip(formula.dims, other.dims, strict=True):
-            slope = (b - a) // span
-            dims.append((a - slope * first.batch, slope))
-        formulas[index] = AffineFormula(formula.name, tuple(dims))
-    timeline = Timeline(
-        blocks=np.array([block for block, _, _ in first.events], dtype=np.int64),
-        is_free=one == FREED,
-        constants=constants,
+        pairs = zip(formula.dims, second.formulas[index].dims, strict=True)
+        lines = ((a, (b - a) // (second.batch - first.batch)) for a, b in pairs)
+        formulas[index] = AffineFormula(formula.name, tuple((a - slope * first.batch, slope) for a, slope in lines))
+    slopes = (_sizes(second) - _sizes(first)) / (second.batch - first.batch)
+    return _timeline(first, slopes, formulas)
+
+
+def alone(trace: Trace) -> Timeline:
+    """One trace, right at its own batch size only."""
+    formulas = {index: AffineFormula(one.name, tuple((dim, 0) for dim in one.dims)) for index, one in trace.formulas.items()}
+    return _timeline(trace, _sizes(trace) * 0.0, formulas)
+
+
+def _timeline(trace: Trace, slopes: np.ndarray[Any, Any], formulas: dict[int, AffineFormula]) -> Timeline:
+    import numpy as np
+
+    sizes = _sizes(trace)
+    return Timeline(
+        blocks=np.array([block for block, _, _ in trace.events], dtype=np.int64),
+        is_free=sizes == FREED,
+        constants=sizes - slopes * trace.batch,
         slopes=slopes,
-        places=first.places,
-        place_of=np.array([place for _, _, place in first.events], dtype=np.int64),
-        categories=first.categories,
-        marks=first.marks,
+        places=trace.places,
+        place_of=np.array([place for _, _, place in trace.events], dtype=np.int64),
+        categories=trace.categories,
+        marks=trace.marks,
         formulas=formulas,
-        inexact=int(np.count_nonzero(two - one - span * np.rint(slopes))),
-        traced=(first.batch, second.batch),
-        streams=first.streams,
+        streams=trace.streams,
     )
-    if third is None:
-        return timeline
-    _require_same_shape(first, third)
-    wrong = sum(a != b for a, b in zip(timeline.sizes(third.batch), (size for _, size, _ in third.events), strict=True))
-    return _replace(timeline, inexact=max(timeline.inexact, wrong), traced=(first.batch, second.batch, third.batch))
 
 
-def _replace(timeline: Timeline, **changes: Any) -> Timeline:
-    from dataclasses import replace
+def _sizes(trace: Trace) -> np.ndarray[Any, Any]:
+    import numpy as np
 
-    return replace(timeline, **changes)
+    return np.array([size for _, size, _ in trace.events], dtype=np.int64)
 
 
-def _require_same_shape(first: Trace, second: Trace) -> None:
-    pairs: Sequence[Any] = list(zip(first.events, second.events, strict=False))
-    for index, (a, b) in enumerate(pairs):
+def require_same_events(first: Trace, second: Trace, where: str) -> None:
+    """The same blocks taken and freed in the same order; TraceError says at which `where` they part."""
+    for index, (a, b) in enumerate(zip(first.events, second.events, strict=False)):
         if a[0] != b[0] or (a[1] == FREED) != (b[1] == FREED):
             place = first.places[a[2]]
-            where = f"{place.op} in {place.module or 'the model'}"
-            raise _differs(first, second, f"first at {where} (event {index})")
-    if len(first.events) != len(second.events):
-        raise _differs(first, second, f"{len(first.events)} against {len(second.events)} events")
+            raise _differs(where, f"first at {place.op} in {place.module or 'the model'} (event {index})")
+    if len(first.events) != len(second.events) or first.formulas.keys() != second.formulas.keys():
+        raise _differs(where, f"{len(first.events)} against {len(second.events)} events")
 
 
-def _differs(first: Trace, second: Trace, how: str) -> TraceError:
+def _differs(where: str, how: str) -> TraceError:
     return TraceError(
-        f"the model does different things at batch {first.batch} and {second.batch}: {how}",
-        hint="its control flow depends on the batch size or on the data, so one trace cannot speak for all batch sizes",
+        f"the model does different things at {where}: {how}",
+        hint="its control flow depends on the batch or on the data, so one trace cannot speak for all of them",
     )

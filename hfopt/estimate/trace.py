@@ -61,14 +61,14 @@ class Trace:
     streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
 
     def sort_frees(self) -> None:
-        """Blocks freed one after the other leave the same free memory in any order; sorted, two traces can be compared."""
+        """Blocks freed one after the other leave the same free memory in any order; sorted, two traces compare. Marks stay between."""
         start = 0
-        events = self.events
+        events, marked = self.events, set(self.marks.values())
         for index, (_, size, _) in enumerate([*events, (0, 0, 0)]):
-            if size != FREED:
+            if size != FREED or index in marked:
                 if index - start > 1:
                     events[start:index] = sorted(events[start:index])
-                start = index + 1
+                start = index if size == FREED else index + 1
 
 
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]

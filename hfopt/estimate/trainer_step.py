@@ -65,6 +65,7 @@ class TrainerLoop:
             items = self._count_items(window)
             recorder.costing = last
             for micro, inputs in enumerate(window[:2]):
+                recorder.mark(f"step_{step}_micro_{micro}")
                 recorder.costing = last and micro == 0
                 with self.micro_batch(is_last=micro == min(self.settings.accumulation, 2) - 1):
                     loss = self._training_step(inputs, items)
@@ -75,6 +76,7 @@ class TrainerLoop:
             with self.session.phase("optimizer"):
                 norm = self._optimizer_step(optimizer)  # noqa: F841 - the Trainer holds it until the next step
             self.zero_grad()
+        recorder.mark("end")
         recorder.costing = False
         return optimizer
 

@@ -30,6 +30,7 @@ class Request:
     num_gpus: int | None = None
     model: str | None = None
     seq_len: int | None = None
+    lengths: tuple[int, ...] = ()
     task: Task | None = None
     section: str | None = None
     effective_batch: int | None = None
@@ -158,10 +159,14 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
     if request.trust_remote_code:
         model = replace(model, trust_remote_code=True)
     data: DataSpec = job.data if request.seq_len is None else replace(job.data, max_length=request.seq_len)
+    if request.lengths:
+        data = replace(data, lengths=request.lengths)
     return replace(job, model=model, data=data, kept=job.kept | request.keep)
 
 
 def workload_of(job: TrainJob) -> Workload:
     from hfopt.workload.model import from_spec
 
-    return from_spec(job.model, job.data, trainer=job.trainer)
+    made = from_spec(job.model, job.data, trainer=job.trainer)
+    grouped = job.args.get("train_sampling_strategy") == "group_by_length" or job.args.get("group_by_length") is True
+    return replace(made, lengths=replace(made.lengths, grouped=True)) if grouped and made.lengths is not None else made

@@ -13,7 +13,7 @@ import transformers
 
 from hfopt.errors import WorkloadError
 from hfopt.quiet import quietly
-from hfopt.schema import DataSpec, ModelSpec, Task, Workload
+from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
 from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.custom import from_reference, is_reference
 from hfopt.workload.heads import choose_head
@@ -42,6 +42,8 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     facts = recipe.facts()
     if not facts.trainable_parameters:
         raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
+    if data.lengths:
+        data = replace(data, max_length=min(data.max_length or max(data.lengths), max(data.lengths)))
     sized = size_batch(config, facts.main_input, head.task, data, trainer)
     notes = [note for note in (source.note, head.note, *sized.notes) if note]
     if uses_flash(model):
@@ -68,8 +70,16 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
         tokens_per_sample=2 * sized.tokens if sized.tokens and trainer in PAIRED else sized.tokens,
         checkpointable=facts.checkpointable,
         batch_dependent_loss=why_batch_dependent(facts.model, head.task, accepts),
+        lengths=_spread(data, sized.shape.length),
         notes=tuple(notes),
     )
+
+
+def _spread(data: DataSpec, longest: int | None) -> LengthSpread | None:
+    """Samples beyond the longest are cut; packed ones are all alike."""
+    if not data.lengths or longest is None or data.packing:
+        return None
+    return LengthSpread(longest=longest, lengths=tuple(sorted(min(length, longest) for length in data.lengths)))
 
 
 def _why_nothing(spec: ModelSpec) -> str:

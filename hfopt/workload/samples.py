@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 _MOST_SAMPLES = 1024
 _TIME_LIMIT_S = 2.0
 _FROM_A_STREAM = 16
+_SHARES = 64  # lengths that stand for all of them
 _TOKEN_COLUMNS = ("length", "input_ids", "prompt_input_ids", "chosen_input_ids", "input_features", "input_values")
 
 
@@ -30,6 +31,7 @@ class Samples:
     shorter: Any | None
     seen: int
     of: int | None
+    lengths: tuple[int, ...] = ()  # in tokens, each for the same share of the samples, ascending; () when samples are not tokens
 
     def batch_of(self, count: int) -> list[Any]:
         """`count` samples with the longest among them; the second is the shorter one."""
@@ -79,11 +81,30 @@ def longest_samples(dataset: Any) -> Samples | None:
     if column is not None:
         order = sorted(range(len(column)), key=column.__getitem__)
         shorter = dataset[order[len(order) // 2]] if column[order[len(order) // 2]] < column[order[-1]] else None
-        return Samples(longest=dataset[order[-1]], shorter=shorter, seen=len(column), of=len(dataset))
+        lengths = shares([column[index] for index in order])
+        return Samples(longest=dataset[order[-1]], shorter=shorter, seen=len(column), of=len(dataset), lengths=lengths)
     sized = sorted(((sample_size(sample), index, sample) for index, sample in _spread(dataset)), key=lambda entry: entry[:2])
     size, _, longest = sized[-1]
     middle_size, _, middle = sized[len(sized) // 2]
-    return Samples(longest=longest, shorter=middle if middle_size < size else None, seen=len(sized), of=len(dataset))
+    return Samples(
+        longest=longest,
+        shorter=middle if middle_size < size else None,
+        seen=len(sized),
+        of=len(dataset),
+        lengths=shares(sorted(filter(None, (token_count(sample) for _, _, sample in sized)))),
+    )
+
+
+def shares(ascending: Sequence[int]) -> tuple[int, ...]:
+    """At most so many lengths that stand for all: the middle of each share."""
+    count = min(len(ascending), _SHARES)
+    return tuple(ascending[(2 * number + 1) * len(ascending) // (2 * count)] for number in range(count))
+
+
+def token_count(sample: Any) -> int:
+    """How many tokens a tokenised sample has; 0 when it is something else."""
+    ids = sample.get("input_ids") if isinstance(sample, Mapping) else None
+    return len(ids) if isinstance(ids, Sized) else 0
 
 
 def sample_size(sample: Any) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hfopt.errors import WorkloadError
-from hfopt.schema import BatchShape, DataSpec, Task, Workload
+from hfopt.schema import BatchShape, DataSpec, LengthSpread, Task, Workload
 from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.build import unfaked
 from hfopt.workload.copies import copies_of
@@ -23,7 +23,7 @@ from hfopt.workload.heads import task_of_class
 from hfopt.workload.losses import why_batch_dependent
 from hfopt.workload.own_loss import apart, own_loss
 from hfopt.workload.recipe import repeated_blocks
-from hfopt.workload.samples import Samples, longest_samples, same_random_state
+from hfopt.workload.samples import Samples, longest_samples, same_random_state, token_count
 from hfopt.workload.shapes import size_batch
 
 
@@ -37,6 +37,7 @@ def from_trainer(trainer: Any) -> Workload:
     task = task_of_class(type(base).__name__)
     with same_random_state():
         maker, shape, notes = _batches(trainer, base, task)
+        lengths = _lengths(maker, shape, trainer.args) if isinstance(maker, _Collated) else None
     return Workload(
         name=getattr(getattr(base, "config", None), "_name_or_path", "") or type(base).__name__,
         model_class=type(base).__name__,
@@ -52,6 +53,7 @@ def from_trainer(trainer: Any) -> Workload:
         checkpointable=bool(getattr(base, "supports_gradient_checkpointing", False)),
         batch_dependent_loss=why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
         weights_dtype=_weights_dtype(model),
+        lengths=lengths,
         notes=notes,
     )
 
@@ -109,6 +111,20 @@ def _seen(samples: Samples) -> str:
     return (
         f"the longest of {samples.seen} samples" if samples.seen == samples.of else f"the longest of {samples.seen} of {samples.of} samples"
     )
+
+
+def _lengths(maker: _Collated, shape: BatchShape, args: Any) -> LengthSpread | None:
+    """How the batches' lengths vary; None when the collator pads every batch alike, or when it is not known."""
+    samples, tokens = maker.samples, token_count(maker.samples.longest)
+    if shape.length is None or samples.shorter is None or not (samples.lengths and tokens) or shape.kind not in ("text", "text_to_text"):
+        return None
+    short = _Collated(collate=maker.collate, samples=replace(samples, longest=samples.shorter, shorter=None))(2)
+    if short["input_ids"].shape[1] == shape.length:
+        return None
+    multiple = next((m for m in (1, 8, 16, 32, 64, 128) if -(-tokens // m) * m == shape.length), 1)
+    rounded = tuple(min(-(-length // multiple) * multiple, shape.length) for length in samples.lengths)
+    grouped = getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length"
+    return LengthSpread(longest=shape.length, lengths=rounded, grouped=bool(grouped))
 
 
 def _assumed(base: nn.Module, task: Task) -> tuple[Callable[[int], dict[str, Any]], BatchShape, tuple[str, ...]]:

@@ -108,6 +108,12 @@ def test_the_largest_batch_is_where_fits_ends(run: Run, folder: str) -> None:
 
 
 @pytest.mark.slow
+def test_lengths_that_vary_are_replayed_and_said(run: Run, folder: str) -> None:
+    data = _json(run, folder, "--gpu", "cpu", "--batch-sizes", "2", "--lengths", "24,40,64")
+    assert any("padded to its own longest sample" in note and "up to 64" in note for note in data["notes"])
+
+
+@pytest.mark.slow
 def test_without_a_card_there_is_no_verdict(run: Run, folder: str) -> None:
     data = _json(run, folder, "--batch-sizes", "2", "--gpu", "cpu")
     assert data["device"] is None and data["largest_batch"] is None
@@ -134,6 +140,7 @@ def test_people_get_a_table_on_stderr_and_nothing_on_stdout(run: Run, config: st
     [
         (["--batch-sizes", "0,4"], "at least one sample"),
         (["--batch-sizes", "a"], "not a list of whole numbers"),
+        (["--lengths", "64,0"], "at least one token"),
         (["--precision", "int8"], "--precision int8 is not known"),
         (["--task", "poetry"], "--task poetry is not known"),
         (["--task", "image_classification"], "no head for image_classification"),

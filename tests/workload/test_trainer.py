@@ -14,7 +14,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hfopt.errors import WorkloadError
-from hfopt.workload.samples import longest_samples, sample_size
+from hfopt.workload.samples import longest_samples, sample_size, shares
 from hfopt.workload.trainer import from_trainer
 
 LENGTHS = [3, 9, 5, 21, 7, 4]
@@ -175,6 +175,25 @@ def test_arrow_columns_tell_lengths_without_their_transform() -> None:
     found = longest_samples(table.with_transform(transform))
     assert found is not None and len(found.longest["input_ids"]) == max(LENGTHS) and found.seen == len(LENGTHS)
     assert sum(calls) == 2, "only the two samples that are used"
+
+
+def test_lengths_vary_where_the_collator_pads_to_the_longest(make_trainer: Any) -> None:
+    found = from_trainer(make_trainer()).lengths
+    assert found is not None
+    assert (found.longest, found.lengths, found.grouped) == (max(LENGTHS), tuple(sorted(LENGTHS)), False)
+
+
+def test_lengths_do_not_vary_where_it_pads_to_one_length(make_trainer: Any) -> None:
+    def pad_to_32(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {**_pad(samples), "input_ids": torch.zeros(len(samples), 32, dtype=torch.long)}
+
+    assert from_trainer(make_trainer(data_collator=pad_to_32)).lengths is None
+
+
+def test_few_lengths_stand_for_many() -> None:
+    found = shares(list(range(10_000)))
+    assert len(found) == 64 and found == tuple(sorted(found))
+    assert abs(sum(found) / len(found) - 5_000) < 100
 
 
 def test_sizes_order_samples_of_all_kinds() -> None:
