@@ -439,6 +439,7 @@ class LoaderPlan:
     pin_memory: bool
     persistent_workers: bool
     sample_s: float  # cost of one sample on one core
+    busy_share: float = 1.0  # of that time the core is busy; the rest it waits
     measured: bool  # False: from the table by modality
     reason: str
 

@@ -1,7 +1,8 @@
 """How many workers and how much prefetch the step needs: the fewest whose rate meets the demand with a margin, within cores and RAM.
 
 One worker makes 1/sample_s samples a second. The demand is what the step consumes; a `MARGIN` on top covers hiccups. Workers are bounded
-by the cores this process may use, shared by the ranks of this node, less one for the training loop. Zero workers is right when the main
+by the cores this process may use, shared by the ranks of this node, less one for the training loop; a worker that waits for a disk or a
+network more than it computes (`busy_share`) takes that much less of a core. Zero workers is right when the main
 process prepares a batch in a small share of the step. Prefetch covers the variance: the queue outlasts a batch of `mean + 3·deviation`.
 """
 
@@ -11,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
@@ -19,6 +21,8 @@ from hfopt.units import format_rate, format_seconds
 
 MARGIN = 1.3
 INLINE_SHARE = 0.02  # with 0 workers the step waits for its data: accepted up to this share
+WAITING = 0.5  # a sample that keeps its core busy for less than this waits more than it computes
+MOST_PER_CORE = 8  # workers on one core, however much they wait: more are rarely any use to one disk or one link
 RAM_SHARE = 0.25  # of the free RAM may be held by the queues
 WORKER_RAM_BYTES = (
     350 << 20
@@ -35,6 +39,7 @@ class SampleCost:
     deviation_s: float
     measured: bool
     source: str
+    busy_share: float = 1.0  # of that time the core is busy; the rest it waits, for a disk or a network
 
 
 TABLE: dict[str, tuple[float, float, str]] = {
@@ -60,6 +65,7 @@ def measure_cost(
     batch: int = 8,
     budget_s: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
+    busy_clock: Callable[[], float] | None = None,
 ) -> SampleCost | None:
     """Times `dataset[i]` and the collation on the data itself, for at most `budget_s`; None when it cannot be indexed."""
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__") or len(dataset) == 0:
@@ -67,7 +73,8 @@ def measure_cost(
     count = len(dataset)
     stride = max(1, count // 64)
     costs: list[float] = []
-    started = clock()
+    busy_clock = busy_clock or _busy_s
+    started, busy_from = clock(), busy_clock()
     position = 0
     while clock() - started < budget_s and len(costs) < 64:
         indices = [(position + offset * stride) % count for offset in range(batch)]
@@ -75,6 +82,7 @@ def measure_cost(
         collate([dataset[index] for index in indices])
         costs.append((clock() - before) / batch)
         position += 1
+    busy_share = (busy_clock() - busy_from) / max(clock() - started, 1e-9)
     if len(costs) > 1:
         costs = costs[1:]  # the first opens files and warms caches
     return SampleCost(
@@ -82,7 +90,17 @@ def measure_cost(
         deviation_s=pstdev(costs) * math.sqrt(batch),  # of a single sample: the mean of `batch` varies less
         measured=True,
         source=f"measured on {len(costs) * batch} samples of the training data",
+        busy_share=min(1.0, max(0.0, busy_share)),
     )
+
+
+def _busy_s() -> float:
+    """Seconds this thread ran or wanted to: on a loaded machine it queues for a core, and that is no waiting for data."""
+    try:
+        running_ns, queued_ns = (int(word) for word in Path("/proc/thread-self/schedstat").read_text().split()[:2])
+    except (OSError, ValueError):
+        return time.process_time()
+    return (running_ns + queued_ns) / 1e9 if running_ns else time.process_time()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +121,8 @@ class Demand:
 
 def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
     """The smallest sufficient number of workers, with the reason in words."""
-    limit = max(0, math.floor(host.cores / demand.ranks_on_node) - 1)
+    spare_cores = math.floor(host.cores / demand.ranks_on_node) - 1
+    limit = max(0, math.floor(spare_cores / max(cost.busy_share, 1 / MOST_PER_CORE)))
     wait_share = cost.mean_s * demand.samples_per_s
     if wait_share <= INLINE_SHARE or (limit == 0 and host.cores < 2):
         return _inline(demand, cost, wait_share)
@@ -119,6 +138,8 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
     reason = (
         f"the step takes {rate} and a core makes {format_rate(1 / cost.mean_s, 'samples')} ({origin}): {needed} worker(s) with a margin"
     )
+    if cost.busy_share < WAITING:
+        reason += f"; it waits {100 * (1 - cost.busy_share):.0f} % of that time, so workers share the cores"
     if needed > workers:
         reason += f"; only {workers} of the {host.cores:g} cores can be spared, so the loader will hold the step back"
     return LoaderPlan(
@@ -127,6 +148,7 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
         pin_memory=demand.on_gpu,
         persistent_workers=True,
         sample_s=cost.mean_s,
+        busy_share=cost.busy_share,
         measured=cost.measured,
         reason=reason,
     )
@@ -139,7 +161,8 @@ def fed(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_o
     if loader.workers == 0:
         step_s = time.step_s + prepare_s
     else:
-        step_s = max(time.step_s, prepare_s / min(loader.workers, max(1.0, host.cores / ranks_on_node)))
+        cores = max(1.0, host.cores / ranks_on_node)
+        step_s = max(time.step_s, prepare_s / min(loader.workers, cores / max(loader.busy_share, 1 / MOST_PER_CORE)))
     slower = step_s / time.step_s
     if slower == 1:
         return time

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hfopt.estimate.loader import Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
+from hfopt.estimate.loader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
 from hfopt.planner.request import Subject
 from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
 
@@ -37,6 +37,7 @@ class Feeding:
             pin_memory=args.get("dataloader_pin_memory") is not False,
             persistent_workers=args.get("dataloader_persistent_workers") is True,
             sample_s=self.cost.mean_s,
+            busy_share=self.cost.busy_share,
             measured=self.cost.measured,
             reason="as the config has it",
         )
@@ -60,7 +61,7 @@ class Feeding:
             plan = replace(plan, workers=1, prefetch_factor=2, persistent_workers=now.persistent_workers, reason=reason)
         if plan.workers == now.workers:
             plan = replace(plan, persistent_workers=now.persistent_workers or plan.persistent_workers)
-        if not self.on_gpu:
+        if not self.on_gpu and self.cost.busy_share >= WAITING:
             plan = now  # workers would take the cores that compute
         return self._with_kept(plan, now)
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from itertools import count
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.estimate.loader import INLINE_SHARE, RAM_SHARE, WORKER_RAM_BYTES, Demand, SampleCost, measure_cost, plan_loader, typical_cost
-from hfopt.schema import Host
+from hfopt.estimate.loader import (
+    INLINE_SHARE,
+    RAM_SHARE,
+    WORKER_RAM_BYTES,
+    Demand,
+    SampleCost,
+    fed,
+    measure_cost,
+    plan_loader,
+    typical_cost,
+)
+from hfopt.schema import Host, StepTime
 
 GIB = 1 << 30
 ROOMY = Host(cores=16, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)
@@ -63,6 +76,35 @@ def test_measuring_times_indexing_and_collation_together() -> None:
     ticks = count()  # every look at the clock is one second later
     found = measure_cost([1, 2, 3, 4], lambda items: items, batch=4, budget_s=20, clock=lambda: float(next(ticks)))
     assert found is not None and found.measured and found.mean_s == 1 / 4 and found.deviation_s == 0
+
+
+def test_workers_that_wait_share_the_cores() -> None:
+    two_cores = Host(cores=2, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)
+    busy = plan_loader(demand(500), cost(8e-3), two_cores)
+    waiting = plan_loader(demand(500), replace(cost(8e-3), busy_share=0.1), two_cores)
+    assert busy.workers == 1 and waiting.workers == 6
+    assert "hold the step back" in busy.reason and "waits 90 %" in waiting.reason
+    step = StepTime(step_s=32 / 500, busy_s=0.06, samples_per_s=500.0, tokens_per_s=None, mfu=None, bound="compute")
+    assert fed(step, busy, two_cores, samples=32).step_s == pytest.approx(32 * 8e-3)
+    assert fed(step, waiting, two_cores, samples=32).step_s == pytest.approx(step.step_s)
+
+
+def test_how_much_of_a_sample_is_waiting_is_measured() -> None:
+    ticks = count()
+    busy_ticks = iter((0.0, 2.0))  # at the beginning and at the end
+    found = measure_cost(
+        [1, 2, 3, 4], lambda items: items, batch=4, budget_s=18, clock=lambda: float(next(ticks)), busy_clock=lambda: next(busy_ticks)
+    )
+    assert found is not None and found.busy_share == pytest.approx(2 / 20, rel=0.15)
+
+
+def test_sleeping_is_waiting_and_computing_is_not() -> None:
+    def work(items: list[int]) -> int:
+        return sum(i * i for i in range(20_000))
+
+    waiting, busy = (measure_cost(list(range(64)), one, budget_s=0.2) for one in (lambda items: time.sleep(0.005), work))
+    assert waiting is not None and waiting.busy_share < 0.4
+    assert busy is not None and busy.busy_share > 0.7
 
 
 def test_data_that_cannot_be_indexed_is_not_measured() -> None:
