@@ -1,0 +1,128 @@
+"""Every example runs as its README says, on this machine, and prints what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+REHEARSE = ("-m", "hfopt", "rehearse", "--gpu")
+CASES = {
+    "text_classification": [],
+    "lora_causal_lm": [],
+    "vit": [],
+    "custom_compute_loss": [],
+    "slow_dataset": [],
+    "survive_oom": [],
+    "two_ranks": [],
+    "rehearse_a100": [pytest.mark.virtual_gpu],
+    "notebook": [],
+}
+
+
+def run(*command: str, code: int = 0) -> str:
+    """What it printed for people and for programs."""
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert result.returncode == code, result.stderr[-3000:]
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+def script(name: str, folder: Path, *more: str) -> str:
+    return run(f"examples/{name}/train.py", str(folder), *more)
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found, f"{pattern} is not in {text[-3000:]}"
+    return float(found[1])
+
+
+def test_every_example_has_a_readme_and_a_test() -> None:
+    folders = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(CASES)
+    index = (EXAMPLES / "README.md").read_text()
+    for name in folders:
+        assert f"({name}/README.md)" in index and f"examples/{name}/" in (EXAMPLES / name / "README.md").read_text()
+        assert f"def test_{name}(" in Path(__file__).read_text()
+
+
+@pytest.mark.slow
+def test_text_classification(tmp_path: Path) -> None:
+    text = script("text_classification", tmp_path)
+    assert "Effective batch 32, the same before and after: 8 × 4 before, 32 × 1 after" in text
+    assert number(r"accuracy (\S+) after 48 steps", text) > 0.9
+    assert "hfopt: 47 steps in" in text and (tmp_path / "hfopt" / "monitor.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_lora_causal_lm(tmp_path: Path) -> None:
+    text = script("lora_causal_lm", tmp_path)
+    assert "GeForce RTX 4090" in text and "gradient_checkpointing         true → false" in text
+    first, last = re.findall(r"trained 32,768 parameters at 16 × 1: loss (\S+) -> (\S+)", text)[0]
+    assert float(last) < float(first)
+
+
+@pytest.mark.slow
+def test_vit(tmp_path: Path) -> None:
+    text = script("vit", tmp_path)
+    assert "Effective batch 32, the same before and after: 4 × 8 before" in text
+    first, last = re.findall(r"loss (\S+) -> (\S+) in 24 steps", text)[0]
+    assert float(last) < float(first)
+
+
+@pytest.mark.slow
+def test_custom_compute_loss(tmp_path: Path) -> None:
+    text = script("custom_compute_loss", tmp_path)
+    assert text.count("the step runs again in pieces of 4; effective batch still 32") >= 3
+    assert number(r"relative difference of the weights: (\S+)", text) < 1e-5
+
+
+@pytest.mark.slow
+def test_slow_dataset(tmp_path: Path) -> None:
+    text = script("slow_dataset", tmp_path)
+    assert "found before: input_bound" in text and "input_bound" not in text.split("found after:")[1]
+    assert number(r"dataloader_num_workers +0 → (\d+)", text) >= 2
+    assert number(r"samples/s +\S+ +\S+ +\+(\S+) % +better", text) > 30
+    assert "hfopt: before and after" in (tmp_path / "before_and_after.html").read_text()
+
+
+@pytest.mark.slow
+def test_survive_oom(tmp_path: Path) -> None:
+    text = script("survive_oom", tmp_path)
+    roomy, tight = (eval_list(line) for line in re.findall(r"losses with(?:out)? room: +\[(.+)\]", text))
+    assert roomy == pytest.approx(tight, abs=5e-4)
+    assert "hfopt: out of memory at step 0" in text and "effective batch is still 128" in text
+
+
+def eval_list(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    text = run(*TORCHRUN, "examples/two_ranks/train.py", str(tmp_path))
+    sums = dict(re.findall(r"rank (\d): step 6, sum of the weights (\S+)", text))
+    assert set(sums) == {"0", "1"} and sums["0"] == sums["1"]
+    assert "pieces of 4; effective batch still 32" in text
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_rehearse_a100() -> None:
+    command = ("--", sys.executable, "examples/rehearse_a100/train.py", "--batch")
+    assert "fits" in run(*REHEARSE, "a100-40gb", *command, "32")
+    assert "out of memory" in run(*REHEARSE, "rtx 3060", "--steps", "1", *command, "64", code=3)
+
+
+@pytest.mark.slow
+def test_notebook(tmp_path: Path) -> None:
+    text = run("examples/notebook/run.py", str(tmp_path))
+    assert all(f"In [{cell}]" in text for cell in range(1, 6))
+    assert "Tesla T4" not in text and "samples/s predicted" in text and "finished at step 30 of 30" in text

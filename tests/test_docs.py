@@ -1,0 +1,37 @@
+"""The documents are true of the code: messages they quote exist, links lead somewhere, every key is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hfopt.search.changes import PRECISION_KEYS
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    source = "\n".join(path.read_text() for path in ROOT.glob("hfopt/**/*.py"))
+    rows = re.findall(r"^\| ([^|]*`[^|]*) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    quoted = [words for row in rows for words in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) > 15
+    for words in quoted:
+        for piece in re.split(r"…|\.\.\.", words):
+            assert piece.strip() in source, f"docs/troubleshooting.md quotes {piece.strip()!r}, which the code does not say"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text()):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_every_key_the_planner_may_touch_is_documented() -> None:
+    source = (ROOT / "hfopt" / "search" / "changes.py").read_text()
+    touched = set(re.findall(r'yield "(\w+)"', source)) | set(PRECISION_KEYS)
+    assert len(touched) > 8
+    assert touched <= set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "planner.md").read_text(), re.M))
