@@ -54,6 +54,7 @@ def plan(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
+    as_diff: Annotated[bool, typer.Option("--diff", help="Print the reasons and a diff (as patch reads it) instead of the YAML.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
 ) -> None:
     """Return the same config with the fastest settings that fit. The model and what it learns stay the same.
@@ -62,6 +63,7 @@ def plan(
     Examples:
       hfopt plan train.yaml > planned.yaml               for the card here, or the CPU
       hfopt plan train.yaml --gpu 4090 -o train.yaml     for a card that is not here, in place
+      hfopt plan train.yaml --diff -q                    what would change and why, nothing else
       hfopt plan train.yaml --html plan.html > new.yaml  also a page with charts
       hfopt plan train.yaml --keep per_device_train_batch_size --allow optim
       hfopt plan train.yaml --effective-batch 256 --lr-scaling sqrt
@@ -93,7 +95,7 @@ def plan(
     made = _with_deepspeed_beside(made, output)
     edited = made.edited()
     _tell(made, edited.stale_comments, quiet=quiet)
-    write_out(edited.data, output)
+    write_out(_diff(made, config, edited.data) if as_diff else edited.data, output)
     if json_file is not None:
         text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
         write_out(text.encode(), None if json_file == Path("-") else json_file)
@@ -142,6 +144,18 @@ def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
         console.print(
             Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")
         )
+
+
+def _diff(made: Plan, config: Path, after: bytes) -> bytes:
+    """The reasons as comments, then a unified diff."""
+    from difflib import diff_bytes, unified_diff
+
+    from hfopt.report.text import value_words
+
+    reasons = [f"# {c.key}: {value_words(c.before)} → {value_words(c.after)}: {c.reason}\n".encode() for c in made.facts.changes]
+    before, name = config.read_bytes().splitlines(keepends=True), str(config).encode()
+    lines = diff_bytes(unified_diff, before, after.splitlines(keepends=True), name, name + b" (planned)", n=1)
+    return b"".join([*reasons, *(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)])
 
 
 def _scaling(lr_scaling: str, effective_batch: int | None) -> str:

@@ -87,6 +87,7 @@ def figure() -> Figure:
         plot_bgcolor="rgba(0,0,0,0)",
         margin={"l": 56, "r": 16, "t": 24, "b": 48},
         legend={"orientation": "h", "y": 1.08, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
+        showlegend=True,
         hovermode="x unified",
         xaxis={"automargin": True},
         yaxis={"automargin": True},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def run_page(run: RunView) -> bytes:
     pieces = [html.paragraph(run.what), html.paragraph(f"{run.name}: {run.ending}", css="soft"), _tiles(run)]
     pieces += [html.paragraph(note) for note in run.notes]
-    pieces.append(html.section("What held it back", _marks([run])))
+    pieces.append(html.section("What was found", _marks([run])))
     if run.points:
         pieces += _charts([run])
     return html.page("hfopt run", *pieces)
@@ -31,7 +31,7 @@ def comparison_page(before: RunView, after: RunView, figures: Sequence[RunDiffer
     pieces.append(html.section("Before and after", html.table(("", "before", "after", "change"), rows)))
     changed = [(row.what, row.before, row.after) for row in settings]
     pieces.append(html.section("Settings that differ", html.table(("key", "before", "after"), changed)) if changed else "")
-    pieces.append(html.section("What held them back", _marks([before, after])))
+    pieces.append(html.section("What was found", _marks([before, after])))
     if before.points and after.points:
         pieces += _charts([before, after])
     return html.page("hfopt: before and after", *pieces)

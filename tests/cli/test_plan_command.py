@@ -7,9 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+
+from hfopt.cli.plan import _diff
+from hfopt.schema import Change
 
 CONFIG = {
     "model_type": "bert",
@@ -82,6 +86,17 @@ def test_quiet_and_output_file_leave_both_streams_empty(config: Path, tmp_path: 
     result = hfopt("plan", config, "--gpu", "rtx 3070", "--no-dry-run", "--quiet", "-o", tmp_path / "out.yaml")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert yaml.safe_load((tmp_path / "out.yaml").read_text())["max_seq_length"] == 32
+
+
+def test_the_diff_gives_the_reasons_and_is_a_patch(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_bytes(b"a: 1\r\nbf16: false\r\nlast: 2")
+    change = Change(key="bf16", before=False, after=True, reason="tensor cores")
+    shown = _diff(SimpleNamespace(facts=SimpleNamespace(changes=(change,))), config, b"a: 1\r\nbf16: true\r\nlast: 2\nnew: 3")  # type: ignore[arg-type]
+    reason, old, new, *hunk = shown.decode().split("\n")
+    assert (reason, old, new) == ("# bf16: false → true: tensor cores", f"--- {config}", f"+++ {config} (planned)")
+    end = "\\ No newline at end of file"
+    assert hunk == ["@@ -1,3 +1,4 @@", " a: 1\r", "-bf16: false\r", "-last: 2", end, "+bf16: true\r", "+last: 2", "+new: 3", end, ""]
 
 
 @pytest.mark.slow
