@@ -87,6 +87,9 @@ def test_the_charts_hold_the_peak_the_limit_and_the_chosen_batch(tmp_path: Path,
     positions = [point.position for point in drawn.timeline]
     assert positions == sorted(positions) and positions[0] >= 0 and positions[-1] <= 1
     assert {"forward", "backward", "optimizer"} <= {point.phase for point in drawn.timeline}
+    first, last = drawn.timeline[0].bytes_by_category, drawn.timeline[-1].bytes_by_category
+    for kind in ("weights", "optimizer"):
+        assert last[kind] == pytest.approx(first[kind], rel=1e-3), "the chart ends with the step, not with the trace"
     assert drawn.peak is not None and drawn.peak in drawn.timeline
     assert after.memory.breakdown is not None
     held = after.memory.breakdown.total_bytes - after.memory.breakdown.fragmentation_bytes

@@ -39,7 +39,8 @@ def _timeline(curve: MemoryCurve, batch: int) -> tuple[TimelinePoint, ...]:
     total = np.sum(list(live.values()), axis=0)
     starts = sorted(event for name, event in timeline.marks.items() if name.startswith("step_"))
     first = max((start for start in starts if start <= int(np.argmax(total))), default=0)
-    end = min((start for start in starts if start > first), default=len(timeline))
+    after = min((start for start in starts if start > first), default=len(timeline))
+    end = first + int(np.flatnonzero(~timeline.is_free[first:after])[-1]) + 1  # what is let go after that is the end of the trace
     edges = np.unique(np.linspace(first, end, min(MOMENTS, end - first) + 1).astype(int))
     highest = [low + int(np.argmax(total[low:high])) for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
     taking = np.maximum.accumulate(np.where(timeline.is_free, 0, np.arange(len(timeline))))  # the place of a free is that of what ran last
