@@ -52,7 +52,8 @@ class Feeding:
             ranks_on_node=self.ranks,
             on_gpu=self.on_gpu,
         )
-        plan, now = plan_loader(demand, self.cost, self.host), self.current()
+        now = self.current()
+        plan = plan_loader(demand, self.cost, self.machine)
         most = self.subject.most_workers
         if most is not None and plan.workers > most:
             plan = replace(plan, workers=most, reason=f"{plan.reason}; the data has shards for {most}")
@@ -70,10 +71,17 @@ class Feeding:
         return Chosen(
             candidate=candidate,
             memory=memory,
-            time=fed(time, loader, self.host, samples=samples, ranks_on_node=self.ranks),
+            time=fed(time, loader, self.machine, samples=samples, ranks_on_node=self.ranks),
             loader=loader,
             fits=fits,
         )
+
+    @cached_property
+    def machine(self) -> Host:
+        """The machine of a card that is not here is not known: it has the cores for the workers the config starts."""
+        if not self.subject.hardware.hypothetical:
+            return self.host
+        return replace(self.host, cores=max(self.host.cores, self.ranks * (self.current().workers + 1)))
 
     @cached_property
     def cost(self) -> SampleCost:

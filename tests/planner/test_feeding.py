@@ -1,0 +1,54 @@
+"""How the data is fed, as the plan decides it: what is measured, what the machine has, and what the user keeps."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hfopt.planner.feeding import Feeding
+from hfopt.schema import BatchShape, Candidate, Hardware, Host, LoaderPlan, StepTime
+
+GIB = 1 << 30
+TWO_CORES = Host(cores=2, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)
+CANDIDATE = Candidate(per_device_batch=64, accumulation=1, precision="bf16")
+
+
+def planned(*, hypothetical: bool = False, on_gpu: bool = True, dataset: Any = None, **args: Any) -> LoaderPlan:
+    """For pictures at 200 samples/s, of which one core makes 238 by the table."""
+    workload = SimpleNamespace(shape=BatchShape(kind="image", height=224, width=224), make_batch=lambda n: {"x": torch.zeros(n, 3)})
+    job = SimpleNamespace(args=args, data=SimpleNamespace(dataset=None), kept=frozenset())
+    hardware = Hardware(gpus=(), host=TWO_CORES, hypothetical=hypothetical)
+    subject: Any = SimpleNamespace(
+        job=job, workload=workload, hardware=hardware, dataset=dataset, collate=list if dataset else None, most_workers=None
+    )
+    step = StepTime(step_s=0.32, busy_s=0.3, samples_per_s=200.0, tokens_per_s=None, mfu=None, bound="compute")
+    return Feeding(subject=subject, host=TWO_CORES, ranks=1, on_gpu=on_gpu).planned(CANDIDATE, step)
+
+
+def test_a_card_elsewhere_has_the_cores_for_the_workers_of_the_config() -> None:
+    assert planned(dataloader_num_workers=2).workers == 1
+    elsewhere = planned(hypothetical=True, dataloader_num_workers=2)
+    assert elsewhere.workers == 2 and "hold the step back" not in elsewhere.reason
+
+
+class Slow:
+    def __init__(self, waits: bool) -> None:
+        self.waits = waits
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> int:
+        if self.waits:
+            time.sleep(0.005)
+            return index
+        return sum(i * i for i in range(50_000))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_on_the_cpu_only_workers_that_wait_pay(waits: bool) -> None:
+    assert (planned(on_gpu=False, dataset=Slow(waits)).workers > 0) is waits
