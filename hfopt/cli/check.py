@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfopt.cli.options import Section
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -23,7 +24,7 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML, or - for standard input.")],
-    section: Annotated[str | None, typer.Option("--section", help="Where the arguments are, as a path of keys: trainer.args.")] = None,
+    section: Section = None,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Write the config, repaired where it can be, to stdout or -o FILE.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there; may be CONFIG itself.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfopt.cli.options import Allow, ConfigFile, Headroom, Model, allowed
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -17,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def compare(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")],
+    config: ConfigFile,
     gpus: Annotated[str, typer.Option("--gpus", metavar="NAMES", help="Cards, separated by commas: t4,l4,4090,a100-80gb.")],
     prices: Annotated[Path | None, typer.Option("--prices", metavar="FILE", help="YAML or JSON: card name to price of an hour.")] = None,
     num_gpus: Annotated[int, typer.Option("--num-gpus", min=1, help="How many of each.")] = 1,
-    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
+    model: Model = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Training samples, when the YAML does not say.")] = None,
-    headroom: Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")] = 0.06,
-    allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
+    headroom: Headroom = 0.06,
+    allow: Allow = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
 ) -> None:
     """Plan the same job for several cards. Says which fits, how fast, and what the run costs where prices are given.
@@ -47,7 +48,7 @@ def compare(
         model=model,
         seq_len=seq_len,
         headroom=headroom,
-        allow=frozenset(part for item in allow or () for part in item.split(",")),
+        allow=allowed(allow),
         dry_run=False,
     )
     rows = compare_cards(config, names, request, prices=_prices(prices), samples=samples)

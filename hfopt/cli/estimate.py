@@ -19,6 +19,7 @@ from hfopt.cli.choices import (
     precision_of,
     task_of,
 )
+from hfopt.cli.options import Model, Section, TrustRemoteCode, Vram
 from hfopt.cli.output import people
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ def estimate(
         str | None,
         typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="A card by name (3090, a100-80gb); else the one here."),
     ] = None,
-    vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Instead of the config's model.")] = None,
+    vram: Vram = None,
+    model: Model = None,
     task: Annotated[str | None, typer.Option("--task", autocompletion=complete_task, help="Instead of the head the config names.")] = None,
     batch_sizes: Annotated[str | None, typer.Option("--batch-sizes", metavar="1,2,4,…", help="Per-device batch sizes.")] = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", metavar="TOKENS", min=1, help="Length of the longest sample.")] = None,
@@ -41,8 +42,8 @@ def estimate(
         str | None,
         typer.Option("--precision", autocompletion=complete_precision, metavar="fp32|tf32|fp16|bf16", help="Instead of the config's."),
     ] = None,
-    section: Annotated[str | None, typer.Option("--section", help="Where the arguments are, as a path of keys: trainer.args.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    section: Section = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Predict the GPU memory of a training step, with no GPU. By batch size, with and without gradient checkpointing.

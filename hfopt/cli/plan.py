@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_key, complete_task, known_keys, numbers, task_of
+from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_task, known_keys, numbers, task_of
+from hfopt.cli.options import Allow, ConfigFile, Headroom, Keep, Model, Section, TrustRemoteCode, Vram, allowed
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -21,12 +22,12 @@ STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")],
+    config: ConfigFile,
     gpu: Annotated[
         str | None,
         typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="Plan for this card (see `hfopt gpus`), here or not."),
     ] = None,
-    vram: Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")] = None,
+    vram: Vram = None,
     num_gpus: Annotated[int | None, typer.Option("--num-gpus", min=1, help="Devices of each machine.")] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
     link: Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")] = None,
@@ -34,23 +35,20 @@ def plan(
         str | None, typer.Option("--engine", help="ddp, fsdp2, zero2, zero3 or one with -offload; else the cheapest.")
     ] = None,
     model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
-    model: Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, when the YAML names none.")] = None,
+    model: Model = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
     lengths: Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)] = None,
     task: Annotated[
         str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
     ] = None,
-    section: Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys.")] = None,
+    section: Section = None,
     effective_batch: Annotated[int | None, typer.Option("--effective-batch", metavar="N", min=1, help="Another batch.")] = None,
     lr_scaling: Annotated[str, typer.Option("--lr-scaling", help="none, sqrt or linear, with --effective-batch.")] = "none",
-    keep: Annotated[
-        list[str] | None,
-        typer.Option("--keep", metavar="KEY", autocompletion=complete_key, help="Leave this key as it is; may be repeated."),
-    ] = None,
-    allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
-    headroom: Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")] = 0.06,
+    keep: Keep = None,
+    allow: Allow = None,
+    headroom: Headroom = 0.06,
     dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Try the result on the device where it is here.")] = True,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
     html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
@@ -87,7 +85,7 @@ def plan(
         "lr_scaling": _scaling(lr_scaling, effective_batch),
         "keep": known_keys(keep or []),
         "headroom": headroom,
-        "allow": frozenset(part for item in allow or () for part in item.split(",")),
+        "allow": allowed(allow),
         "dry_run": dry_run,
         "trust_remote_code": trust_remote_code,
     }

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import complete_key, known_keys
+from hfopt.cli.choices import known_keys
+from hfopt.cli.options import Allow, Headroom, Keep, allowed
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError, HfoptError
 
@@ -26,11 +27,9 @@ def run(
     plan_only: Annotated[bool, typer.Option("--plan-only", help="Plan at the first Trainer.train(), write it, and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan, take three real steps, say what they took, and end.")] = False,
     plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Plan each Trainer, or leave its settings alone.")] = True,
-    keep: Annotated[
-        list[str] | None, typer.Option("--keep", metavar="KEY", autocompletion=complete_key, help="Leave this key as it is.")
-    ] = None,
-    allow: Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")] = None,
-    headroom: Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")] = 0.06,
+    keep: Keep = None,
+    allow: Allow = None,
+    headroom: Headroom = 0.06,
     fallback: Annotated[bool, typer.Option("--fallback/--no-fallback", help="Survive running out of memory, or not.")] = True,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often to start again from the last checkpoint.")] = 3,
     config: Annotated[
@@ -58,9 +57,7 @@ def run(
         raise HfoptError("--plan-only and --dry-run exclude each other", hint="--dry-run plans too, and takes a few steps")
     if not plan and (plan_only or dry_run):
         raise HfoptError("--no-plan leaves nothing to do for --plan-only or --dry-run")
-    wishes = Request(
-        keep=known_keys(keep or []), allow=frozenset(part for item in allow or () for part in item.split(",")), headroom=headroom
-    )
+    wishes = Request(keep=known_keys(keep or []), allow=allowed(allow), headroom=headroom)
     options = RunOptions(
         mode="plan_only" if plan_only else "dry_run" if dry_run else "train",
         plan=plan,
