@@ -14,9 +14,9 @@ from hfopt.config.installed import Field, Installed
 from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
 from hfopt.config.operations import Operation
 from hfopt.config.render import render
-from hfopt.config.secrets import HIDDEN, is_secret, shown
 from hfopt.config.sections import Section
 from hfopt.config.values import Severity, Verdict, judge
+from hfopt.credentials import HIDDEN, is_secret, shown
 from hfopt.schema import Problem
 
 _EXACT_SECTIONS = frozenset(["training_args", "trainingarguments", "training_arguments", "trainer_args", "seq2seqtrainingarguments"])

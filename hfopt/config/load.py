@@ -23,8 +23,8 @@ from hfopt.config.installed import Installed, installed
 from hfopt.config.keys import ACCUMULATION, BATCH, GONE, trl_keys
 from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
-from hfopt.config.secrets import is_secret
 from hfopt.config.sections import Layout, Section, find
+from hfopt.credentials import is_secret
 from hfopt.errors import ConfigError
 from hfopt.schema import Problem, TrainJob
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hfopt import cache
 from hfopt.errors import WorkloadError
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 
@@ -122,8 +123,7 @@ def _cached_at(job: TrainJob, workload: Workload, version: str) -> Path | None:
         return None
     facts = (_VERSION, job.model.lora is not None, job.trainer, bool(job.args.get("label_smoothing_factor")))
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "hfopt" / "neutrality" / f"{workload.model_class}-{version}-{key}.json"
+    return cache.location("neutrality") / f"{workload.model_class}-{version}-{key}.json"
 
 
 def _read(place: Path) -> Neutrality | None:
@@ -135,11 +135,6 @@ def _read(place: Path) -> Neutrality | None:
 
 
 def _write(place: Path, answer: Neutrality) -> None:
-    """Whole or not at all. A cache that cannot be written is no reason to fail."""
-    new = place.with_name(f"{place.name}.{os.getpid()}")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(dataclasses.asdict(answer)))
-        new.replace(place)
-    except OSError:
-        return
+    """A cache that cannot be written is no reason to fail."""
+    with suppress(OSError):
+        cache.write_private(place, json.dumps(dataclasses.asdict(answer)))

@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfopt import cache
 from hfopt.errors import VirtualGpuError
 from hfopt.virtual.toolchain import Toolchain
 
@@ -71,12 +72,11 @@ def _key(toolchain: Toolchain) -> str:
 
 def _cache_root() -> Path:
     """A folder only this user can write to: what is in it gets loaded into their processes. LD_PRELOAD splits at spaces and colons."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    root = Path(base) / "hfopt" / "virtual"
-    if not root.is_absolute() or re.search(r"[\s:]", str(root)):
-        root = Path(tempfile.gettempdir()) / f"hfopt-{os.getuid()}" / "virtual"
+    root = cache.location("virtual")
+    if re.search(r"[\s:]", str(root)):
+        root = cache.own_temporary() / "virtual"
     try:
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache.make_private(root)
         status = root.stat()
     except OSError as error:
         raise VirtualGpuError(

@@ -13,7 +13,7 @@ from hfopt.config.edit import upgrade
 from hfopt.config.installed import installed
 from hfopt.config.keys import ALIASES, GONE, known_elsewhere
 from hfopt.config.load import load_bytes
-from hfopt.config.secrets import scrub
+from hfopt.credentials import scrub
 from hfopt.errors import ConfigError
 
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

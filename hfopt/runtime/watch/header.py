@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from hfopt.credentials import scrub
 from hfopt.schema import Gpu
 
-_SECRET_KEY = re.compile(r"(^|_)(token|password|secret|api_key)$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[0-9a-f]{40})\b")
 _PACKAGES = ("hfopt", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "nvidia-ml-py")
 _ADVISABLE = (
     "per_device_train_batch_size",
@@ -37,18 +35,8 @@ _ADVISABLE = (
 
 
 def config(args: Any) -> dict[str, Any]:
-    """The arguments that are set, without secrets."""
-    return {key: redacted(value) for key, value in args.to_dict().items() if value is not None and not _SECRET_KEY.search(key)}
-
-
-def redacted(value: Any) -> Any:
-    if isinstance(value, str):
-        return _SECRET_VALUE.sub("<secret>", value)
-    if isinstance(value, Mapping):
-        return {str(key): redacted(inner) for key, inner in value.items() if not _SECRET_KEY.search(str(key))}
-    if isinstance(value, list | tuple):
-        return [redacted(inner) for inner in value]
-    return value
+    """The arguments that are set, every credential hidden."""
+    return {key: scrub(value, key) for key, value in args.to_dict().items() if value is not None}
 
 
 def advisable(args: Any, state: Any) -> dict[str, Any]:

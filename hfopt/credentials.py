@@ -1,4 +1,4 @@
-"""Credentials in configs: recognised by key or by form, and never shown."""
+"""Credentials in configs and arguments: recognised by key or by form, and never shown, written or logged."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import math
 import re
 from typing import Any
 
-_NAMES = re.compile(r"(?:^|_)(?:token|secret|password|api_?key|access_key|auth_token)$", re.IGNORECASE)
-_FORMS = re.compile(r"\b(?:hf|api_org|sk|ghp)[_-][A-Za-z0-9]{16,}")
+_NAMES = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|access_key|private_key|credentials?)$", re.IGNORECASE)
+_OF_A_TOKENIZER = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|mask|sep|cls|image|audio|video|stop|start|special)_token$", re.IGNORECASE)
+_FORMS = re.compile(r"(?<![A-Za-z0-9])(?:(?:hf|api_org|ghp)[_-][A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|github_pat_\w{20,})")
 HIDDEN = "(hidden)"
 
 
 def is_secret(key: str, value: Any) -> bool:
     """A non-empty string under a credential's name, or one that looks like a token wherever it stands."""
-    return isinstance(value, str) and bool(value) and (_NAMES.search(key) is not None or _FORMS.search(value) is not None)
+    if not isinstance(value, str) or not value:
+        return False
+    named = _NAMES.search(key) is not None and _OF_A_TOKENIZER.search(key) is None
+    return named or _FORMS.search(value) is not None
 
 
 def shown(key: str, value: Any) -> str:
