@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from hfopt.runtime import agreement, device, oom, rng
+from hfopt.runtime import agreement, chunks, device, oom, rng
 from hfopt.runtime.agreement import PeerFailed, Ranks, Word
 from hfopt.runtime.fit import Fit
 from hfopt.runtime.pace import Pace, after_window
@@ -44,6 +45,7 @@ class Guard:
         self._window: Window | None = None
         self._ranks: Ranks | None = None
         self._told = False  # the supervisor knows why this process ends
+        self.scripts_accumulation: int | None = None  # set by a restart that has changed it; None once it is seen to
 
     def settings_changed(self) -> None:
         """The Trainer was given another batch size after it was made."""
@@ -64,23 +66,32 @@ class Guard:
         if window is None or window.done:  # called by hand, outside the Trainer's loop
             return self.pieces.whole(model, inputs, num_items_in_batch)
         self._begin(window, model)
-        failure: Failure | PeerFailed
+        if self.scripts_accumulation is not None:
+            self.pieces.keep_scale(model, chunks.shallow_copy(inputs), num_items_in_batch, self.scripts_accumulation)
+            self.scripts_accumulation = None
+        outcome = self._attempt(window, lambda: self._first_run(window, model, inputs, num_items_in_batch))
+        while not isinstance(outcome, torch.Tensor):
+            self._decide(window, model, num_items_in_batch, outcome)
+            outcome = self._attempt(window, lambda: self._replay(window, model, num_items_in_batch))
+        return self._end(window, outcome)
+
+    def _first_run(self, window: Window, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
+        if window.size is not None:
+            return self.pieces.run(model, inputs, num_items, window.size, syncs=self._syncs(window))
+        with self._last_piece():
+            return self.pieces.whole(model, inputs, num_items)
+
+    def _attempt(self, window: Window, run: Callable[[], torch.Tensor]) -> torch.Tensor | Failure | PeerFailed:
+        """The loss, or why there is none; an error that is not about memory comes out as it is."""
         try:
-            if window.size is None:
-                with self._last_piece():
-                    loss = self.pieces.whole(model, inputs, num_items_in_batch)
-            else:
-                loss = self.pieces.run(model, inputs, num_items_in_batch, window.size, syncs=self._syncs(window))
+            return run()
         except PeerFailed as error:
-            failure = error.with_traceback(None)
+            return error.with_traceback(None)
         except oom.RAISED_AS as error:
             found = self._failure(error, window)
             if found is None:
                 raise
-            failure = found
-        else:
-            return self._end(window, loss)
-        return self._end(window, self._recover(window, model, num_items_in_batch, failure))
+            return found
 
     def _begin(self, window: Window, model: Any) -> None:
         if window.index == 0:
@@ -114,19 +125,6 @@ class Guard:
             window.size, window.failed = word.size, True
 
     # ------------------------------------------------------------------------------------------ recovery
-
-    def _recover(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> torch.Tensor:
-        while True:
-            self._decide(window, model, num_items, failure)
-            try:
-                return self._replay(window, model, num_items)
-            except PeerFailed as error:
-                failure = error.with_traceback(None)
-            except oom.RAISED_AS as error:
-                found = self._failure(error, window)
-                if found is None:
-                    raise
-                failure = found
 
     def _replay(self, window: Window, model: Any, num_items: Any) -> torch.Tensor:
         """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""

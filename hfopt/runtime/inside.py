@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.runtime import record
-from hfopt.runtime.fallback import protect
+from hfopt.runtime.fallback import guard_of, protect
 from hfopt.runtime.run_options import RunOptions
 
 ORDERS = "HFOPT_ORDERS"
@@ -31,10 +31,12 @@ def install(trainer_class: type) -> None:
 
     @functools.wraps(original_init)
     def init(self: Any, *args: Any, **more: Any) -> None:
-        _obey(args[1] if len(args) > 1 else more.get("args"))
+        asked = _obey(args[1] if len(args) > 1 else more.get("args"))
         original_init(self, *args, **more)
         if options.fallback:
-            protect(self)
+            guard = guard_of(protect(self))
+            assert guard is not None
+            guard.scripts_accumulation = asked
 
     @functools.wraps(original_train)
     def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
@@ -68,10 +70,15 @@ def orders_for(output_dir: str) -> dict[str, Any] | None:
     return orders
 
 
-def _obey(args: Any) -> None:
+def _obey(args: Any) -> int | None:
+    """Sets what was ordered; the accumulation the script asked for, where it is another one now."""
     orders = orders_for(args.output_dir) if args is not None else None
-    for key, value in (orders or {}).get("changes", {}).items():
+    if orders is None:
+        return None
+    asked: int = args.gradient_accumulation_steps
+    for key, value in orders["changes"].items():
         setattr(args, key, value)
+    return asked if asked != args.gradient_accumulation_steps else None
 
 
 def _checkpoint_for(args: Any) -> str | None:

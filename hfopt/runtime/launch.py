@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import hfopt
-from hfopt.runtime.cgroup import oom_kills
+from hfopt.runtime.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.runtime.checkpoints import last_checkpoint
 from hfopt.runtime.processes import Child
 from hfopt.runtime.run_options import VARIABLE, RunOptions
 
-SITE = Path(__file__).parent / "site"
+SITE = Path(__file__).parents[1] / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed
 HANDOFF, ORDERS = "HFOPT_HANDOFF", "HFOPT_ORDERS"  # as in record.py and inside.py, which import torch
 
@@ -89,15 +89,14 @@ def _environment(note: Path, orders: Mapping[str, Any] | None, options: RunOptio
     return env
 
 
-def _verdict(note: Path, code: int, kills_before: int | None) -> Verdict | None:
+def _verdict(note: Path, code: int, kills_before: Kills) -> Verdict | None:
     """None: the failure has nothing to do with memory, as far as anyone can tell."""
     word = _read(note)
     if word is not None and word["action"] == "restart":
         return Verdict(reason=word["reason"], output_dir=Path(word["output_dir"]), changes=word["changes"])
     if word is not None:
         return Verdict(reason=f"{word['reason']}; what would fit: {word['smallest_change']}", hopeless=True)
-    kills = oom_kills()
-    if kills is None or kills_before is None or kills <= kills_before:
+    if not killed_for_memory(kills_before, oom_kills(), code):
         return None
     alive = _read(note.with_name(f"{note.name}.alive"))
     if alive is None:

@@ -6,8 +6,8 @@ piece's weight, whatever `training_step` a subclass has. The pieces' losses, wei
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ class Pieces:
         self._step = step
         self._before_backward = before_backward
         self._last_piece = last_piece
+        self.scale = 1.0  # of every loss; another one only after a restart, see `keep_scale`
         self._weight = 1.0
         self._backwards = 0
         self._accelerator: Any = None
@@ -54,13 +55,15 @@ class Pieces:
             self._before_backward(loss)
             self.phase = "backward"
             self._backwards += 1
-            original(loss if self._weight == 1.0 else loss * self._weight, **more)
+            weight = self._weight * self.scale
+            original(loss if weight == 1.0 else loss * weight, **more)
 
         accelerator.backward = backward
 
     def whole(self, model: Any, inputs: Inputs, num_items: Any) -> torch.Tensor:
         self.phase, self._weight = "forward", 1.0
-        return self._step(model, inputs, num_items)
+        loss = self._step(model, inputs, num_items)
+        return loss if self.scale == 1.0 else loss * self.scale
 
     def run(self, model: Any, inputs: Inputs, num_items: Any, piece: int | None, *, syncs: bool) -> torch.Tensor:
         """The loss of a micro-batch run in pieces of `piece` samples; its last piece synchronises gradients when `syncs`."""
@@ -84,7 +87,7 @@ class Pieces:
     def _one(self, model: Any, part: Inputs, num_items: Any, share: float) -> torch.Tensor:
         self.phase, self._weight, self._backwards = "forward", share, 0
         try:
-            loss = self._step(model, part, num_items) * share
+            loss = self._step(model, part, num_items) * (share * self.scale)
         finally:
             self._weight = 1.0
         if self._backwards != 1:
@@ -121,9 +124,8 @@ class Pieces:
 
     def find_rule(self, model: Any, inputs: Inputs, num_items: Any, size: int) -> Rule | Refusal:
         bare = self._accelerator.unwrap_model(model)
-        before, state = self.counters.snapshot(), rng.snapshot(self.trainer.args.device)
         try:
-            with exactness.evaluating(bare):
+            with self._without_a_trace(bare):
                 found = exactness.find_rule(
                     inputs, size, self.loss_shape(inputs), self._loss_of(bare, num_items), self._expected(num_items)
                 )
@@ -132,12 +134,34 @@ class Pieces:
         except _CANNOT_TAKE_PART as error:
             text = str(error).partition("\n")[0]
             found = Refusal(name="indivisible", reason=f"the loss cannot be computed for a part of the batch: {text}", batch_bound=True)
-        finally:
-            self.counters.restore(before)
-            rng.restore(state)
         if isinstance(found, Rule):
             self.rule = found
         return found
+
+    def keep_scale(self, model: Any, inputs: Inputs, num_items: Any, accumulation: int) -> None:
+        """A restart has changed the accumulation; gradients and logged loss stay as with the script's own.
+
+        Where the Trainer leaves the division by the window's items to a head that ignores them, n micro-batches make n times the
+        gradient (transformers#47688). Whether it does is tried: twice the items should halve the loss.
+        """
+        if num_items is None or self._expected(num_items)[0] != "sum":
+            return
+        bare = self._accelerator.unwrap_model(model)
+        with self._without_a_trace(bare):
+            once, twice = (self._loss_of(bare, items)(inputs) for items in (num_items, 2 * num_items))
+        if once is not None and twice is not None and abs(once - twice) < 0.25 * abs(once):
+            self.scale = accumulation / self.trainer.args.gradient_accumulation_steps
+
+    @contextmanager
+    def _without_a_trace(self, bare: Any) -> Iterator[None]:
+        """Losses that are only looked at: no gradient, and counters and random numbers as they were."""
+        before, state = self.counters.snapshot(), rng.snapshot(self.trainer.args.device)
+        try:
+            with exactness.evaluating(bare):
+                yield
+        finally:
+            self.counters.restore(before)
+            rng.restore(state)
 
     def _loss_of(self, bare: Any, num_items: Any) -> exactness.LossOf:
         def loss_of(inputs: Inputs) -> float | None:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import atexit
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from hfopt import cache
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
 from hfopt.virtual.build import libraries
 from hfopt.virtual.toolchain import find_toolchain
 
 SITE = Path(__file__).parent / "site"
+"""What the child imports by name; `FIRST` holds the sitecustomize that does so."""
+FIRST = Path(__file__).parents[1] / "site"
 MAX_COUNT = 16
 _DEFAULT_SMS, _DEFAULT_POWER_LIMIT_W = 28, 250
 _STALE_S = 24 * 3600
@@ -65,7 +67,7 @@ def environment(
         HFOPT_VIRTUAL_COUNT=str(count),
         HFOPT_VIRTUAL_STATE=str(state or _new_state()),
         LD_PRELOAD=_joined(f"{built.cuda}:{built.nvml}", env.get("LD_PRELOAD")),
-        PYTHONPATH=_joined(str(SITE), env.get("PYTHONPATH")),
+        PYTHONPATH=_joined(f"{FIRST}:{SITE}", env.get("PYTHONPATH")),
     )
     env.pop("CUDA_VISIBLE_DEVICES", None)  # it names cards of the real machine
     return env
@@ -84,8 +86,7 @@ def _joined(first: str, rest: str | None) -> str:
 
 def _new_state() -> Path:
     """A name for the shared file; the library creates it. What a killed launcher left behind is swept here a day later."""
-    folder = Path(tempfile.gettempdir()) / f"hfopt-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = cache.make_private(cache.own_temporary())
     if folder.stat().st_uid != os.getuid():
         raise VirtualGpuError(f"{folder} belongs to another user", hint="set TMPDIR to a folder of your own")
     for old in folder.glob("board-*"):

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
+from hfopt.runtime import log
 from hfopt.runtime.fallback import refusal
+from hfopt.runtime.watch import history, report_text
 
 
 def disturbed(lab: Any, too_small: Any, layer_of: Any, at: dict[tuple[int, int], tuple[str, int]], **run: Any) -> tuple[Any, Any]:
@@ -301,6 +303,21 @@ def test_the_record(lab: Any, too_small: Any, layer_of: Any, capsys: Any) -> Non
     assert entries[0]["step"]["action"] == "chunk"
     replanned = yaml.safe_load((Path(trainer.args.output_dir) / "config_replanned.yaml").read_text())
     assert replanned == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+
+
+def test_a_fallback_stands_in_the_monitors_log(lab: Any, too_small: Any, layer_of: Any) -> None:
+    trainer = hfopt.protect(lab.trainer("causal", callbacks=[hfopt.HFGpuMonitor()]))
+    memory = too_small(at={(1, 0): ("forward", 4), (3, 1): ("backward", 2)})
+    memory.watch(trainer, layer_of(trainer.model))
+    trainer.train()
+    entries = list(log.read(Path(trainer.args.output_dir) / "hfopt" / log.NAME))
+    kinds = [entry["kind"] for entry in entries]
+    fallbacks = [entry for entry in entries if entry["kind"] == "fallback"]
+    assert [(entry["seen"]["step"], entry["seen"]["phase"]) for entry in fallbacks[:2]] == [(1, "forward"), (3, "backward")]
+    assert {entry["effective_batch"] for entry in fallbacks} == {16} and fallbacks[0]["step"]["action"] == "chunk"
+    assert kinds[0] == "header" and kinds[-1] == "summary"
+    told = report_text.report(history.load(Path(trainer.args.output_dir)))
+    assert f"ran out of memory {len(fallbacks)} times" in told
 
 
 def test_protecting_twice_is_protecting_once(lab: Any) -> None:

@@ -18,7 +18,7 @@ import yaml
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
 from hfopt.runtime import launch
-from hfopt.runtime.cgroup import oom_kills
+from hfopt.runtime.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.runtime.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "training_script.py"
@@ -71,17 +71,17 @@ def test_restarts_have_a_limit_and_a_bug_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["exchange", "optimizer"])
-def test_all_ranks_end_and_resume_when_one_cannot_go_on(tmp_path: Path, trouble: str) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT)]
+@pytest.mark.parametrize(("trouble", "world"), [("exchange", 2), ("exchange", 4), ("optimizer", 2)])
+def test_all_ranks_end_and_resume_when_one_cannot_go_on(tmp_path: Path, trouble: str, world: int) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world), str(SCRIPT)]
     began = time.monotonic()
     run = hfopt_run(*launcher, str(tmp_path), trouble)
     assert run.returncode == 0, run.stderr[-3000:]
     assert time.monotonic() - began < 240
     ranks = results(run.stdout)
-    assert [rank["step"] for rank in ranks] == [5, 5]
-    assert all(rank["batch"] * rank["accumulation"] == (4 if trouble == "exchange" else 8) for rank in ranks)
-    assert all(rank["batch"] == 2 for rank in ranks)
+    assert [rank["step"] for rank in ranks] == [5] * world
+    assert all(rank["batch"] * rank["accumulation"] * world == (8 if trouble == "exchange" else 16) for rank in ranks)
+    assert all(rank["batch"] * world == 4 for rank in ranks)
     assert ("gradients were being exchanged" in run.stderr) == (trouble == "exchange")
 
 
@@ -149,11 +149,28 @@ def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
 def test_the_kernels_count_of_kills(tmp_path: Path, line: str, file: str) -> None:
     own = tmp_path / "cgroup"
     own.write_text(f"{line}\n")
-    assert oom_kills(tmp_path, own, tmp_path / "none") is None
+    (tmp_path / "vmstat").write_text("nr_free_pages 12\noom_kill 7\n")
+    assert oom_kills(tmp_path, own, tmp_path / "none") == Kills(own=None, system=None)
     events = tmp_path / file
     events.parent.mkdir(parents=True, exist_ok=True)
     events.write_text("low 0\noom 4\noom_kill 3\n")
-    assert oom_kills(tmp_path, own, tmp_path / "none") == 3
+    assert oom_kills(tmp_path, own, tmp_path / "vmstat") == Kills(own=3, system=7)
+
+
+@pytest.mark.parametrize(
+    ("own", "system", "code", "killed"),
+    [
+        ((3, 4), (7, 8), 1, True),  # a launcher whose rank was killed
+        ((3, 3), (7, 8), 137, True),  # in a cgroup below ours
+        ((3, 3), (7, 8), 1, False),  # somebody else's process
+        ((3, 3), (7, 7), 137, False),  # killed, but not for memory
+        ((None, None), (7, 8), 137, True),
+        ((None, None), (None, None), 137, False),
+    ],
+)
+def test_who_was_killed_for_memory(own: Any, system: Any, code: int, killed: bool) -> None:
+    before, after = (Kills(own=own[when], system=system[when]) for when in (0, 1))
+    assert killed_for_memory(before, after, code) is killed
 
 
 @pytest.mark.parametrize(
@@ -171,9 +188,33 @@ def test_a_process_killed_by_the_kernel_is_restarted_with_less(
     note = tmp_path / "handoff.json"
     settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers}
     (tmp_path / "handoff.json.alive").write_text(json.dumps({"output_dir": str(tmp_path / "out"), **settings}))
-    monkeypatch.setattr(launch, "oom_kills", lambda: 5)
-    assert launch._verdict(note, 137, 5) is None, "killed, but not for memory"
-    verdict = launch._verdict(note, 137, 4)
+    monkeypatch.setattr(launch, "oom_kills", lambda: Kills(own=5, system=5))
+    verdict = launch._verdict(note, 137, Kills(own=4, system=4))
     assert verdict is not None
     assert verdict.changes == changes
     assert verdict.hopeless == (not changes)
+
+
+@pytest.mark.slow
+def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one_does(tmp_path: Path) -> None:
+    """SIGKILL in the middle of a step, as the OOM killer sends it. The kernel's counter is a file of ours, for a test may not use up
+    the machine's memory; all else is real."""
+    (tmp_path / "plain").mkdir()
+    counter = tmp_path / "kills"
+    counter.write_text("0")
+    plain = hfopt_run(str(SCRIPT), str(tmp_path / "plain"), "none")
+    kernel = (
+        "import sys; from pathlib import Path; from hfopt.runtime import launch; from hfopt.runtime.cgroup import Kills\n"
+        f"launch.oom_kills = lambda: Kills(own=int(Path({str(counter)!r}).read_text()), system=None)\n"
+        f"sys.argv = ['hfopt', 'run', {str(SCRIPT)!r}, {str(tmp_path)!r}, 'killed']\n"
+        "from hfopt.cli import main; main()"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-c", kernel], capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert (plain.returncode, run.returncode) == (0, 0), run.stderr[-3000:]
+    (expected,), (result,) = results(plain.stdout), results(run.stdout)
+    assert (result["batch"], result["used_batch"], result["accumulation"]) == (4, 4, 4)
+    assert result["step"] == expected["step"] == 5
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
+    assert "the kernel's OOM killer ended it" in run.stderr and "checkpoint-2" in run.stderr

@@ -1,6 +1,6 @@
 """A user's training script, as `hfopt run` is given it: knows nothing of hfopt. Started by test_launch.py.
 
-Arguments: the output folder, what goes wrong (none, optimizer, exchange, bug, hopeless), and perhaps a YAML that it does not read.
+Arguments: the output folder, what goes wrong (none, optimizer, exchange, bug, hopeless, killed), and perhaps a YAML that it does not read.
 What goes wrong does so once: a marker in the folder says that it has.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -52,6 +53,10 @@ class Trouble(TrainerCallback):
             out_of_memory()
         if TROUBLE == "bug":
             sys.exit(7)
+        if TROUBLE == "killed":
+            marker.touch()
+            (FOLDER / "kills").write_text("1")
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         """Hooks the first parameter to be exchanged, so that memory runs out while the ranks exchange gradients."""

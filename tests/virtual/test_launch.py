@@ -137,10 +137,13 @@ def test_processes_share_the_card_and_a_killed_one_gives_its_memory_back(card: G
 @pytest.mark.virtual_gpu
 def test_the_users_own_sitecustomize_still_runs(on_virtual: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.users_own = __file__\n")
-    from hfopt.virtual.launch import SITE
+    from hfopt.virtual.launch import FIRST, SITE
 
-    code = "import torch\nfacts['own'] = users_own\nfacts['values'] = torch.arange(3, device='cuda').sum().item()"
-    facts = on_virtual(code, PYTHONPATH=f"{SITE}:{tmp_path}")
+    code = (
+        "import importlib.util\nimportlib.util.find_spec('torch')\n"  # as `import transformers` does before it imports torch
+        "import torch\nfacts['own'] = users_own\nfacts['values'] = torch.arange(3, device='cuda').sum().item()"
+    )
+    facts = on_virtual(code, PYTHONPATH=f"{FIRST}:{SITE}:{tmp_path}")
     assert facts == {"own": str(tmp_path / "sitecustomize.py"), "values": 3}
 
 

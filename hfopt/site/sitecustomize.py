@@ -1,4 +1,8 @@
-"""Runs first in every Python process on the virtual GPU: prepares torch, then gives way to the user's own sitecustomize."""
+"""Runs first in every Python process below `hfopt run` or on the virtual GPU, then gives way to the next sitecustomize.
+
+What it does is said by the environment: HFOPT_HANDOFF has each Trainer that the script makes protected, HFOPT_VIRTUAL_STATE prepares torch
+for a card that computes nothing. Both wait for the module they are about, so a process without it pays nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,26 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pat
 
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Calls `act(module)` once, right after the module of that name was imported."""
+    """Calls `act(module)` once, right after the module of that name was imported; only being looked for does not count."""
 
     class Finder(importlib.abc.MetaPathFinder):
+        looking = False
+
         def find_spec(
             self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
         ) -> importlib.machinery.ModuleSpec | None:
-            if fullname != name:
+            if fullname != name or self.looking:
                 return None
-            sys.meta_path.remove(self)
-            spec = importlib.util.find_spec(fullname)
+            self.looking = True
+            try:
+                spec = importlib.util.find_spec(fullname)
+            finally:
+                self.looking = False
             if spec is not None and spec.loader is not None:
                 load = spec.loader.exec_module
 
                 def exec_module(module: ModuleType) -> None:
+                    sys.meta_path.remove(self)
                     load(module)
                     act(module)
 
@@ -37,7 +47,13 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, Finder())
 
 
-def _after_torch(_torch: ModuleType) -> None:
+def _protect(trainer_module: ModuleType) -> None:
+    from hfopt.runtime.inside import install
+
+    install(trainer_module.Trainer)
+
+
+def _make_virtual(_torch: ModuleType) -> None:
     if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
         importlib.import_module("hfopt_virtual_values").install()
     importlib.import_module("hfopt_virtual_kernels").choose()
@@ -47,10 +63,12 @@ def _after_torch(_torch: ModuleType) -> None:
         after_import("transformers.trainer", lambda module: follow(module, recorder))
 
 
-def _run_the_users_own() -> None:
-    """Python imports one sitecustomize; this one hid the next on the path."""
-    path = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]  # noqa: PTH100
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+def _next_sitecustomize() -> None:
+    """Python imports one sitecustomize; this one hid those behind it. It leaves the path, so that none of them finds it again."""
+    entries = [os.path.abspath(entry) for entry in sys.path]  # noqa: PTH100
+    behind = [entry for entry in entries[entries.index(_HERE) + 1 :] if entry != _HERE] if _HERE in entries else []
+    sys.path[:] = [entry for entry, full in zip(sys.path, entries, strict=True) if full != _HERE]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", behind)
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
@@ -58,5 +76,8 @@ def _run_the_users_own() -> None:
     spec.loader.exec_module(module)
 
 
-after_import("torch", _after_torch)
-_run_the_users_own()
+if "HFOPT_HANDOFF" in os.environ:
+    after_import("transformers.trainer", _protect)
+if "HFOPT_VIRTUAL_STATE" in os.environ:
+    after_import("torch", _make_virtual)
+_next_sitecustomize()
