@@ -11,7 +11,7 @@ from importlib import import_module
 
 import typer
 
-from hfopt.cli.output import print_error
+from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, say_what_the_terminal_can
 from hfopt.errors import HfoptError
 
 
@@ -61,11 +61,23 @@ def application(arguments: Sequence[str]) -> typer.Typer:
 
 def main() -> None:
     """The console script: runs the app and turns our errors into messages."""
+    say_what_the_terminal_can()
     try:
-        application(sys.argv[1:])()
+        try:
+            application(sys.argv[1:])()
+        finally:
+            sys.stdout.flush()  # a full disk is found here, and not by the interpreter when it has nobody left to tell
     except HfoptError as error:
         print_error(error)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)  # as a shell counts SIGINT
     except BrokenPipeError:
-        sys.stderr.close()
+        give_up_stdout()
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in NO_PLACE:
+            raise
+        give_up_stdout()
+        print_error(HfoptError(f"cannot write {error.filename or 'the output'}: {error.strerror}"))
+        sys.exit(HfoptError.exit_code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -11,6 +13,24 @@ from hfopt.errors import ConfigError, HfoptError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+NO_PLACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO})
+"""What a write fails with that the user can do something about: a full disk, a quota, a limit, no rights."""
+
+
+def say_what_the_terminal_can() -> None:
+    """A sign that the terminal's encoding does not have (× in ASCII) becomes a question mark, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def give_up_stdout() -> None:
+    """What is still buffered cannot be written; without this the interpreter would try again and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def people(*, quiet: bool = False) -> Console:

@@ -1,0 +1,207 @@
+"""Where the command line is run under bad conditions: a full disk, no right to write, a terminal without our signs, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONFIG = "model_name_or_path: bert-base-uncased\nper_device_train_batch_size: 4\nlearning_rate: 5e-5  # not a number\n"
+
+
+def hfopt(*arguments: object, env: dict[str, str] | None = None, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hfopt", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "timeout": 120, "check": False, **more}
+    return subprocess.run(command, env=environment, **streams)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+@pytest.mark.parametrize("arguments", [["gpus"], ["check", "--json"], ["check", "--upgrade"]])
+def test_a_full_disk_behind_stdout(config: Path, arguments: list[str]) -> None:
+    with open("/dev/full", "wb") as full:  # noqa: PTH123
+        done = hfopt(*arguments, *([config] if "check" in arguments else []), stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "hfopt: cannot write the output: No space left on device"
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_file_that_cannot_be_written_whole_is_not_written(config: Path) -> None:
+    target = config.with_name("upgraded.yaml")
+    target.write_text("what was there before")
+
+    def at_most_ten_bytes() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+
+    done = hfopt("check", config, "--upgrade", "-o", target, preexec_fn=at_most_ten_bytes)
+    assert done.returncode == 2 and "cannot write" in done.stderr and "Traceback" not in done.stderr
+    assert target.read_text() == "what was there before"
+    assert sorted(path.name for path in config.parent.iterdir()) == ["config.yaml", "upgraded.yaml"]
+
+
+@pytest.mark.parametrize("place", ["/proc/no.yaml", "config.yaml/no.yaml"])
+def test_no_right_to_write(config: Path, place: str) -> None:
+    done = hfopt("check", config, "--upgrade", "-o", config.parent / place)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("hfopt: cannot write") and not done.stdout
+
+
+@pytest.mark.parametrize("terminal", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+@pytest.mark.parametrize("arguments", [["gpus"], ["check", "--json"], ["check"], ["--help"]])
+def test_a_terminal_without_our_signs(config: Path, terminal: dict[str, str], arguments: list[str]) -> None:
+    config.write_text(CONFIG + "run_name: 'größer × kleiner'\nwarmup_ratio: 0.1\n", encoding="utf-8")
+    done = hfopt(*arguments, *([config] if "check" in arguments else []), env=terminal, text=False)
+    assert done.returncode in (0, 1), done.stderr
+    assert b"Traceback" not in done.stderr and (done.stdout or done.stderr)
+
+
+def test_a_config_of_two_thousand_keys(tmp_path: Path) -> None:
+    lines = [f"my_own_key_{number}: {number}  # kept" for number in range(2000)]
+    lines.insert(1000, "per_device_train_batch_size: 8")
+    lines.insert(1500, "learning_rate: 5e-5")
+    config, target = tmp_path / "large.yaml", tmp_path / "out.yaml"
+    config.write_text("\n".join(lines) + "\n")
+    began = time.monotonic()
+    done = hfopt("check", config, "--upgrade", "-o", target)
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr
+    assert time.monotonic() - began < 60
+    changed = [(old, new) for old, new in zip(lines, target.read_text().splitlines(), strict=True) if old != new]
+    assert changed == [("learning_rate: 5e-5", "learning_rate: 5.0e-5")]
+
+
+GROWTH = """
+import gc, sys
+from pathlib import Path
+import psutil
+from hfopt.config.edit import edit, upgrade
+from hfopt.config.load import load_bytes
+from hfopt.schema import Change
+text = Path(sys.argv[1]).read_text()
+def once(number):
+    source = f"{text}\\nrun_name: run{number}\\nseed: {number}\\noutput_dir: out{number}\\n".encode()
+    loaded = load_bytes(source, f"c{number}.yaml")
+    upgrade(loaded)
+    edit(loaded, [Change(key="per_device_train_batch_size", before=4, after=number % 7 + 1, reason="x")])
+sizes = []
+for number in range(500):
+    once(number)
+    if number in (100, 499):
+        gc.collect()
+        sizes.append((psutil.Process().memory_info().rss, len(gc.get_objects())))
+print(sizes[1][0] - sizes[0][0], sizes[1][1] - sizes[0][1])
+"""
+
+
+@pytest.mark.slow
+def test_five_hundred_configs_in_a_row_take_no_more_memory(config: Path) -> None:
+    command = [sys.executable, "-c", GROWTH, str(config)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=True)
+    grown_bytes, grown_objects = map(int, done.stdout.split())
+    assert grown_bytes < 4 << 20 and grown_objects < 1000
+
+
+# ---------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def below(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def interrupted(command: list[str], after_s: float, folder: Path, env: dict[str, str]) -> tuple[int, str]:
+    """Starts it, sends SIGINT to its whole group as a terminal does, and waits; what is left of it afterwards is a failure."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), **env}
+    (folder / "tmp").mkdir(exist_ok=True)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    family: dict[int, psutil.Process] = {}
+    until = time.monotonic() + after_s
+    while time.monotonic() < until and process.poll() is None:
+        family.update((one.pid, one) for one in below(psutil.Process(process.pid)))
+        time.sleep(0.05)
+    family.update((one.pid, one) for one in below(psutil.Process(process.pid)))
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    _, left = psutil.wait_procs(list(family.values()), timeout=20)
+    assert not left, [one.cmdline() for one in left]
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.3, 2.0, 5.0, 8.0])
+def test_a_plan_that_is_interrupted_leaves_nothing(config: Path, after_s: float) -> None:
+    config.write_text(CONFIG.replace("5e-5", "5.0e-5"))
+    target = config.with_name("planned.yaml")
+    command = [sys.executable, "-m", "hfopt", "plan", str(config), "--gpu", "T4", "-o", str(target)]
+    code, said = interrupted(command, after_s, config.parent, {})
+    if code == 0:  # it was quicker
+        assert target.read_text().startswith("model_name_or_path")
+    else:
+        assert code in (1, 130, -signal.SIGINT), said[-2000:]
+        assert not target.exists()
+    left = [path for path in (config.parent / "tmp").rglob("*") if path.is_file()]
+    assert not left, left
+    assert sorted(path.name for path in config.parent.iterdir() if path.suffix == ".yaml") == ["config.yaml"] + ["planned.yaml"] * (
+        code == 0
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
+    )
+    code, said = interrupted([sys.executable, "-m", "hfopt", "run", str(script)], 3.0, tmp_path, {})
+    assert code == 130, said[-2000:]
+    assert "Traceback" not in said
+    assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_a_rehearsal_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch, time\ntorch.zeros(1 << 20, device='cuda')\nprint('on the card', flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "hfopt", "rehearse", "--gpu", "T4", str(script)]
+    code, said = interrupted(command, 8.0, tmp_path, {})
+    assert code in (1, 130, -signal.SIGINT), said[-2000:]
+    assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+
+
+# ---------------------------------------------------------------------------------------------- who may read what
+
+
+def test_what_is_cached_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hfopt import cache
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        place = cache.location("answers") / "one.json"
+        cache.write_private(place, "{}")
+    finally:
+        os.umask(before)
+    rights = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (place, place.parent, place.parent.parent)}
+    assert rights == {"one.json": 0o600, "answers": 0o700, "hfopt": 0o700}
+    assert [path.name for path in place.parent.iterdir()] == ["one.json"]
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache.location("x").is_absolute()
