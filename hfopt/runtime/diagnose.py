@@ -23,6 +23,7 @@ from hfopt.runtime.watch.evidence import (
     finding,
     one_busy_core,
     power_share,
+    tells_enough,
 )
 from hfopt.schema import Cause, Finding, RankLag, RunFacts, Window
 from hfopt.units import format_percent, format_seconds
@@ -30,7 +31,7 @@ from hfopt.units import format_percent, format_seconds
 
 def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tuple[Finding, ...]:
     """What the window shows, the weightiest first; compute_bound (the good one) only when nothing else explains the pace."""
-    if window.steps < limits.min_steps or window.seconds < limits.min_seconds:
+    if not tells_enough(window, limits):
         return ()
     found = [one for check in _CHECKS if (one := check(window, run, limits)) is not None]
     causes = {one.cause for one in found}

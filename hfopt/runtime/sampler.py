@@ -34,7 +34,10 @@ class LostCard(Exception):  # noqa: N818 - a state of the machine, told to the u
 
 
 class Sampler:
-    """`start()`, then `latest` and `since(time_s)` from any thread, then `stop()`. Times are time.monotonic()."""
+    """`start()`, then `latest` and `since(time_s)` from any thread, then `stop()`. Times are time.monotonic().
+
+    `each` is told every sample; the thread ends by itself once `over` says that nobody is left to sample for.
+    """
 
     def __init__(
         self,
@@ -45,10 +48,11 @@ class Sampler:
         interval_s: float = 1.0,
         ring: int = RING,
         each: Callable[[Sample], None] | None = None,
+        over: Callable[[], bool] | None = None,
     ) -> None:
         self.faults = faults
         self.interval_s = interval_s
-        self._gpus, self._host, self._each = gpus, host, each
+        self._gpus, self._host, self._each, self._over = gpus, host, each, over
         self._samples: deque[Sample] = deque(maxlen=ring)
         self._seen: frozenset[str] = frozenset()
         self._energy_j: dict[str, float] = {}
@@ -104,11 +108,15 @@ class Sampler:
 
     def _run(self) -> None:
         wait_s = self.interval_s
-        while not self._stop.wait(wait_s):
+        while not self._stop.wait(wait_s) and not self._is_over():
             began_s = time.thread_time()
             sample = self.tick()
             self._tell(sample)
             wait_s = max(self.interval_s, (time.thread_time() - began_s) / _MOST_OF_TIME)
+
+    @harmless("the look whether training goes on")
+    def _is_over(self) -> bool:
+        return self._over is not None and self._over()
 
     @harmless("live view")
     def _tell(self, sample: Sample) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import csv
+import json
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,9 @@ from nvml_standin import NvmlStandin
 from transformers import TrainerCallback
 from watched import Sentences, SlowCollator, lines, trainer
 
+from hfopt.runtime.fallback import protect
 from hfopt.runtime.monitor import HFGpuMonitor
-from hfopt.runtime.watch import reporters, session
+from hfopt.runtime.watch import history, report_text, reporters, session
 
 
 @pytest.fixture(autouse=True)
@@ -171,16 +174,51 @@ def test_a_copy_or_pickle_carries_options_only(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "monitor.jsonl").exists()
 
 
+class Breaks(SlowCollator):
+    """Raises at its fourth batch, once."""
+
+    calls = 0
+
+    def __call__(self, rows: Any) -> Any:
+        self.calls += 1
+        if self.calls == 4:
+            raise RuntimeError("broken batch")
+        return super().__call__(rows)
+
+
+def sampling_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hfopt-sampler"]
+
+
+def test_a_training_that_raised_leaves_no_thread_and_no_hook(tmp_path: Path) -> None:
+    run = trainer(tmp_path, HFGpuMonitor(interval=0.02), collator=Breaks(0.0))
+    with pytest.raises(RuntimeError, match="broken batch"):
+        run.train()
+    for thread in sampling_threads():
+        thread.join(timeout=10)
+    assert not sampling_threads()
+    assert not run.model._forward_pre_hooks
+    assert lines(tmp_path)[-1]["kind"] == "interrupted" and lines(tmp_path)[-1]["step"] < 12
+    assert json.loads((tmp_path / "hfopt" / "live.json").read_text())["ended"] is True
+    assert "ended by an error or Ctrl-C" in report_text.report(history.load(tmp_path))
+
+
+def test_the_thread_goes_on_while_the_training_does(tmp_path: Path) -> None:
+    """Also where train() itself is wrapped, as by hfopt.protect."""
+    alive: list[int] = []
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            alive.append(len(sampling_threads()))
+
+    run = protect(trainer(tmp_path, HFGpuMonitor(interval=0.01), collator=SlowCollator(0.03)))
+    run.add_callback(Look())
+    run.train()
+    assert set(alive) == {1} and not sampling_threads()
+    assert lines(tmp_path)[-1]["kind"] == "summary"
+
+
 def test_a_training_that_raised_can_be_started_again(tmp_path: Path) -> None:
-    class Breaks(SlowCollator):
-        calls = 0
-
-        def __call__(self, rows: Any) -> Any:
-            self.calls += 1
-            if self.calls == 4:
-                raise RuntimeError("broken batch")
-            return super().__call__(rows)
-
     run = trainer(tmp_path, HFGpuMonitor(), collator=Breaks(0.0))
     with pytest.raises(RuntimeError, match="broken batch"):
         run.train()

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from nvml_standin import NvmlStandin
 from watched import lines
 
 from hfopt.hardware.catalog import find
@@ -81,6 +82,98 @@ import json, torch
     assert summary["off"] == {} and summary["metrics"]["hfopt/data_wait"] > 0.5
     (head,) = lines(tmp_path, "header")
     assert head["device"] == "cuda" and "3090" in head["gpus"][0]["name"]
+
+
+FAULTS = """
+import ctypes, torch
+from transformers import TrainerCallback
+
+class Break(TrainerCallback):
+    def __init__(self, how):
+        self.how = how
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            self.how()
+
+def lose_the_card():
+    with open(os.environ["HFOPT_NVML_STANDIN"], "a") as answers:
+        answers.write("0.lost 1\\n")
+
+def unload_the_driver():
+    ctypes.CDLL("libnvidia-ml.so.1").nvml_standin_restart()
+
+def fill_the_disk():
+    log = out / "full" / "hfopt" / "monitor.jsonl"
+    log.unlink()
+    log.symlink_to("/dev/full")
+    monitor._session.journal._log.close()
+
+(out / "file").write_text("")
+for name, how, options in [
+    ("disk full", fill_the_disk, {}),
+    ("unwritable", lambda: None, {"output": out / "file" / "sub"}),
+    ("driver gone", unload_the_driver, {}),
+    ("card lost", lose_the_card, {}),
+]:
+    folder = out / name.split()[-1] if name == "disk full" else out / name.replace(" ", "_")
+    monitor = HFGpuMonitor(interval=0.02, **options)
+    run = trainer(folder, monitor, collator=SlowCollator(0.03), use_cpu=False, logging_steps=1)
+    run.add_callback(Break(how))
+    print("BEGIN", name, file=sys.stderr)
+    done = run.train()
+    assert torch.cuda.is_available() and run.args.device.type == "cuda"
+    print("STEPS", done.global_step, file=sys.stderr)
+"""
+
+
+@pytest.mark.virtual_gpu
+@pytest.mark.slow
+def test_faults_in_the_middle_of_a_run_on_the_virtual_gpu(tmp_path: Path, nvml_standin: NvmlStandin) -> None:
+    """Training goes on to its last step, and each fault is told in one line that names what is off."""
+    from hfopt.virtual.launch import environment
+
+    gpu = find("RTX 3090")
+    env = environment(gpu)
+    ask = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetUUID(n.nvmlDeviceGetHandleByIndex(0)))"
+    uuid = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True).stdout.strip()
+    nvml_standin.card(0, name=gpu.name, uuid=uuid, total_mib=gpu.memory_bytes >> 20, util=50)
+    cuda_only = ":".join(library for library in env["LD_PRELOAD"].split(":") if "nvml" not in library)
+    said = run(FAULTS, tmp_path, env={**env, **nvml_standin.environment, "LD_PRELOAD": cuda_only})
+    runs = {part.partition("\n")[0].strip(): part for part in said.split("BEGIN")[1:]}
+    off = {name: [line for line in part.splitlines() if "is off from here on" in line] for name, part in runs.items()}
+    assert all("STEPS 12" in part for part in runs.values()), said[-3000:]
+    assert {name: len(told) for name, told in off.items() if name in ("driver gone", "card lost")} == {"driver gone": 1, "card lost": 1}
+    assert "GPU readings" in off["driver gone"][0] and uuid in off["card lost"][0]
+    for name in ("disk full", "unwritable"):  # the log, and for a path that is no folder the live view too
+        assert 1 <= len(off[name]) == len(set(off[name])) <= 2 and "the log file" in "".join(off[name])
+
+
+@pytest.mark.virtual_gpu
+@pytest.mark.slow
+def test_padding_on_a_card_is_counted_without_waiting_for_it(tmp_path: Path) -> None:
+    """torch itself raises at anything that would wait for the card."""
+    from hfopt.virtual.launch import environment
+
+    script = """
+import torch
+from hfopt.runtime.watch.harmless import Faults
+from hfopt.runtime.watch.inputs import InputWatch
+from watched import tiny_model
+model, told = tiny_model().to("cuda").train(), []
+watch = InputWatch(Faults(told.append))
+watch.attach(model)
+ids = torch.ones(4, 8, dtype=torch.long, device="cuda")
+mask = torch.ones(4, 8, dtype=torch.long)
+mask[:, 5:] = 0
+mask = mask.to("cuda")
+torch.cuda.set_sync_debug_mode("error")
+for _ in range(4):
+    watch._before(model, (), {"input_ids": ids, "attention_mask": mask})
+torch.cuda.set_sync_debug_mode("default")
+print(watch.take(), told, file=sys.stderr)
+"""
+    said = run(script, tmp_path, env=environment(find("RTX 3090")))
+    assert said.splitlines()[-1] == "(16, 128, 0.375, True) []"
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ class Thresholds:
     """Where a share becomes a finding. Each is the point from which the remedy is worth more than the trouble of applying it."""
 
     min_steps: int = 5  # fewer say nothing about the steady state
-    min_seconds: float = 0.5  # less is noise of the machine
+    min_seconds: float = 0.5  # less is noise of the machine, unless
+    many_steps: int = 25  # average it out: a tiny model runs so many in a tenth of a second
     data_wait: float = 0.15  # of the training time
     mostly_waiting: float = 0.40  # from here on what is done between the waits does not matter
     eval_share: float = 0.25  # of the wall clock; validating as often as one learns costs about a third
@@ -44,6 +45,10 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
+
+
+def tells_enough(window: Window, limits: Thresholds) -> bool:
+    return window.steps >= limits.min_steps and (window.seconds >= limits.min_seconds or window.steps >= limits.many_steps)
 
 
 def finding(cause: Cause, confidence: float, evidence: Mapping[str, float | None], message: str, remedy: Remedy | None = None) -> Finding:

@@ -26,7 +26,8 @@ class History:
     findings: tuple[Mapping[str, Any], ...]
     resolved: tuple[Mapping[str, Any], ...]
     fallbacks: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any] | None  # None: still running, or killed
+    summary: Mapping[str, Any] | None  # None: still running, killed or interrupted
+    interrupted: bool  # an error or Ctrl-C left train()
     last_time: float
     earlier_sessions: int
 
@@ -96,6 +97,7 @@ def _history(path: Path, entries: list[dict[str, Any]], *, earlier: int) -> Hist
         resolved=of_kind("resolved"),
         fallbacks=of_kind("fallback"),
         summary=summaries[-1] if summaries else None,
+        interrupted=bool(of_kind("interrupted")),
         last_time=entries[-1]["time"],
         earlier_sessions=earlier,
     )
@@ -130,6 +132,7 @@ def as_json(history: History) -> dict[str, Any]:
     facts = {
         "log": str(history.path),
         "finished": history.finished,
+        "interrupted": history.interrupted,
         "last_step": history.last_step,
         "max_steps": history.header.get("max_steps"),
         "steps": history.total.steps if history.total else 0,

@@ -88,8 +88,7 @@ class InputWatch:
         if mask.device.type != "cuda":
             self._add(int(total.item()), mask.numel())
             return
-        host = torch.empty((), dtype=total.dtype, pin_memory=True)
-        host.copy_(total, non_blocking=True)
+        host = total.to("cpu", non_blocking=True)  # into page-locked memory, which torch keeps and gives out again
         arrived = torch.cuda.Event()
         arrived.record()
         self._pending = (host, arrived, mask.numel())

@@ -71,6 +71,8 @@ def ending(history: History) -> str:
     of = f" of {history.header['max_steps']}" if history.header.get("max_steps") else ""
     if history.finished:
         return f"finished at step {history.summary['step'] if history.summary else 0}{of}"
+    if history.interrupted:
+        return f"ended by an error or Ctrl-C after step {history.last_step}{of}"
     ago = format_seconds(max(0.0, time.time() - history.last_time))
     return f"no end was written: still running, or killed; last line at step {history.last_step}{of}, {ago} ago"
 

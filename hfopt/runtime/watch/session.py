@@ -6,6 +6,7 @@ every step is logged, a window is joined with the next one.
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from hfopt.runtime.watch.judge import Judge
 from hfopt.runtime.watch.marks import MeetingPoints
 from hfopt.runtime.watch.meter import Meter
 from hfopt.runtime.watch.options import Options
+from hfopt.runtime.watch.presence import Presence
 from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
 from hfopt.runtime.watch.steps import Event, StepClock
 from hfopt.runtime.watch.windows import merge
@@ -64,7 +66,10 @@ class Session:
             self.faults.report("GPU readings", RuntimeError(self._place.why_no_cards))
         self.clock = StepClock()
         host = HostProbe(thread=threading.current_thread(), cores=self._place.cores)
-        self._sampler = Sampler(gpus=self._place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live)
+        self._presence = Presence(training.trainer)
+        self._sampler = Sampler(
+            gpus=self._place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live, over=self._is_over
+        )
         self._meeting = MeetingPoints(self.clock)
         if self._world > 1 and training.trainer is not None:
             self._meeting.attach(training.trainer)
@@ -75,6 +80,7 @@ class Session:
         self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
         self._judge = Judge(facts_of(args, state, self._place, options.plan), self.journal, self.say, options.warn_below)
         self._sampler.start()
+        atexit.register(self._interrupted)
         self.clock.event("train_begin")
 
     def _open_journal(self, training: Training) -> Journal:
@@ -176,12 +182,27 @@ class Session:
 
     def stop(self) -> None:
         """Also for a session whose train() did not come to its end."""
+        atexit.unregister(self._interrupted)
         self._sampler.stop()
         self._inputs.detach()
         self._meeting.detach()
         self.journal.close()
         if self._place.cards is not None:
             self._place.cards.close()
+
+    def _is_over(self) -> bool:
+        if self._presence.here():
+            return False
+        self._interrupted()
+        return True
+
+    @harmless("the note of the end")
+    def _interrupted(self) -> None:
+        """An error, Ctrl-C or sys.exit() left train(): nobody calls on_train_end any more."""
+        self.journal.write("interrupted", step=self.journal.state["step"])
+        self.journal.state.update(ended=True)
+        self.journal.live(None, "", self._data_wait)
+        self.stop()
 
     def _close(self, state: Any) -> None:
         window = self._meter.close(state)
