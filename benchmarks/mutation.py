@@ -1,0 +1,180 @@
+"""Would the tests notice a bug? One operator, constant or condition of a module is changed at a time, and its tests are run on it.
+
+A mutant that no test fails on has survived: either a test is missing, or the change makes no difference (docs/mutation.md says which). The
+process that runs the tests is forked from one that has imported torch and pytest already, so a mutant costs a second or two.
+
+usage: python benchmarks/mutation.py [--only NAME] [--every N] [--log FILE]        results are kept in the log, so it can be run in pieces
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 120
+TARGETS: dict[str, tuple[str, ...]] = {
+    "hfopt/search/best.py": ("tests/search",),
+    "hfopt/search/changes.py": ("tests/search",),
+    "hfopt/search/feasible.py": ("tests/search",),
+    "hfopt/search/precision.py": ("tests/search",),
+    "hfopt/search/rank.py": ("tests/search",),
+    "hfopt/search/space.py": ("tests/search",),
+    "hfopt/runtime/replan.py": ("tests/runtime/test_replan.py",),
+    "hfopt/config/edit.py": ("tests/config/test_edit.py", "tests/config/test_edit_properties.py"),
+    "hfopt/estimate/allocator.py": ("tests/estimate/test_allocator.py",),
+}
+_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+_COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+}
+_CALLED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+def changed(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """Each way to change this node alone: (what was done, the new node)."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
+        twin = copy.deepcopy(node)
+        twin.ops = [_COMPARED[type(node.ops[0])]()]
+        yield f"{type(node.ops[0]).__name__} -> {type(twin.ops[0]).__name__}", twin
+    elif isinstance(node, ast.BinOp) and type(node.op) in _COMPUTED:
+        twin = copy.deepcopy(node)
+        twin.op = _COMPUTED[type(node.op)]()
+        yield f"{type(node.op).__name__} -> {type(twin.op).__name__}", twin
+    elif isinstance(node, ast.BoolOp):
+        twin = copy.deepcopy(node)
+        twin.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield f"{type(node.op).__name__} -> {type(twin.op).__name__}", twin
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not removed", node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield f"{node.value} -> {not node.value}", ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        yield f"{node.value} -> {node.value + 1}", ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLED:
+        twin = copy.deepcopy(node)
+        twin.func = ast.Name(_CALLED[node.func.id], ast.Load())
+        yield f"{node.func.id} -> {_CALLED[node.func.id]}", twin
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.AST, by: ast.AST) -> None:
+        self.target, self.by = target, by
+
+    def visit(self, node: ast.AST) -> Any:
+        return ast.copy_location(self.by, node) if node is self.target else super().visit(node)
+
+
+def mutants(source: str) -> Iterator[tuple[str, ast.Module]]:
+    """(line and change, the whole module with it); annotations are left alone."""
+    for node in list(ast.walk(ast.parse(source))):
+        if not hasattr(node, "lineno"):
+            continue
+        for what, _ in changed(node):
+            tree = ast.parse(source)
+            twin = next(one for one in ast.walk(tree) if ast.dump(one, include_attributes=True) == ast.dump(node, include_attributes=True))
+            new = next(by for said, by in changed(twin) if said == what)
+            mutated = ast.fix_missing_locations(_Replace(twin, new).visit(tree))
+            yield f"{node.lineno}:{node.col_offset} {what}", mutated
+
+
+class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives out the changed module instead of the one on disk."""
+
+    def __init__(self, name: str, file: Path, tree: ast.Module) -> None:
+        self.name, self.file, self.tree = name, file, tree
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        return importlib.util.spec_from_file_location(fullname, self.file, loader=self) if fullname == self.name else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.tree, str(self.file), "exec"), module.__dict__)
+
+
+def outcome(name: str, file: Path, tree: ast.Module, tests: Sequence[str]) -> str:
+    """killed, survived or endless, from a forked process that runs the tests on the mutant."""
+    child = os.fork()
+    if child == 0:
+        os.setpgrp()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        sys.meta_path.insert(0, _Mutated(name, file, tree))
+        import pytest
+
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+        os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in tests)])))
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "endless"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="modules whose path contains this")
+    parser.add_argument("--every", type=int, default=1, help="only each N-th mutant")
+    parser.add_argument("--log", type=Path, default=Path("mutation.jsonl"))
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    import pytest  # noqa: F401 - so that the forked ones have it
+    import torch
+    import transformers  # noqa: F401
+
+    torch.set_num_threads(1)
+    known = (
+        {(row["file"], row["mutant"]): row for row in map(json.loads, options.log.read_text().splitlines())} if options.log.exists() else {}
+    )
+    for path, tests in TARGETS.items():
+        if options.only not in path:
+            continue
+        name = path.removesuffix(".py").replace("/", ".")
+        for number, (what, tree) in enumerate(mutants((ROOT / path).read_text())):
+            if number % options.every or (path, what) in known:
+                continue
+            row = {"file": path, "mutant": what, "outcome": outcome(name, ROOT / path, tree, tests)}
+            known[path, what] = row
+            with options.log.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+    for path in TARGETS:
+        rows = [row for (file, _), row in known.items() if file == path]
+        if rows:
+            alive = [row["mutant"] for row in rows if row["outcome"] == "survived"]
+            print(f"{path}: {len(rows) - len(alive)} of {len(rows)} mutants found", *alive, sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()
