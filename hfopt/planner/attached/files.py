@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.secrets import is_secret
+from hfopt.credentials import is_secret
 from hfopt.planner.result import Plan
 from hfopt.schema import Change
 
