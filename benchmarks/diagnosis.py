@@ -82,10 +82,22 @@ class ExtraWork(Trainer):  # type: ignore[misc]
         return loss
 
 
+class OwnModule(torch.nn.Module):
+    """A user's own tiny network; knows nothing of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(input_ids.float())
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
 def train(
     folder: Path, *, hidden: int = 192, kind: Any = Trainer, callbacks: tuple[Any, ...] = (), wait_s: float = 0.0, **changed: Any
 ) -> None:
-    length, padding = changed.pop("length", 64), changed.pop("padding", 0)
+    length, padding, own = changed.pop("length", 64), changed.pop("padding", 0), changed.pop("model", None)
     config = transformers.BertConfig(
         vocab_size=100, hidden_size=hidden, num_hidden_layers=2, num_attention_heads=2, intermediate_size=4 * hidden, num_labels=2
     )
@@ -100,7 +112,7 @@ def train(
         **changed,
     }
     trainer = kind(
-        model=transformers.BertForSequenceClassification(config),
+        model=own() if own is not None else transformers.BertForSequenceClassification(config),
         args=TrainingArguments(str(folder), **arguments),
         train_dataset=Sentences(length=length, padding=padding),
         eval_dataset=Sentences(16, length=length),
@@ -128,6 +140,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden": 16, "length": 8, "max_steps": 30, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 2},
     ),
 }
+RUNS["tiny network of one's own"] = ("launch_bound", {"model": OwnModule, "length": 8, "max_steps": 80, "logging_steps": 20})
 RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "two ranks": (HEALTHY, {"hidden": 320}),
     "a rank with extra work before": ("slow_rank", {"where": "before"}),

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from hfopt.runtime.watch import reporters
+from hfopt.runtime.watch.flops import flops_per_token
 from hfopt.runtime.watch.harmless import Faults, harmless, to_stderr
-from hfopt.runtime.watch.inputs import flops_per_token
 from hfopt.runtime.watch.options import Options
 from hfopt.runtime.watch.session import Session, Training
 from hfopt.runtime.watch.steps import Event
@@ -45,7 +45,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     csv               the windows also as a table
     report            metrics to what the Trainer reports to (TensorBoard, W&B, MLflow, trackio, ...)
     plan              an `hfopt.Plan`: advice then carries its values and its predicted gain
-    flops_per_sample  FLOPs of one training sample, for MFU of what is not text
+    flops_per_sample  FLOPs of one training sample, for MFU, where the count of the first step is not right
     """
 
     def __init__(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hfopt.runtime.watch.flops import ForwardCount, flops_per_token
 from hfopt.runtime.watch.harmless import Faults, harmless
 
 _PART = "the look at the inputs"
@@ -22,9 +23,12 @@ _BETWEEN_LOOKS_S = 1.0
 class InputWatch:
     """`attach(model)`, then `take()` for what passed since the last one, then `detach()`."""
 
-    def __init__(self, faults: Faults, after_forward: Callable[[], None] | None = None) -> None:
+    def __init__(self, faults: Faults, after_forward: Callable[[], None] | None = None, *, counts_flops: bool = False) -> None:
         self.faults = faults
         self._after_forward = after_forward
+        self._counts_flops = counts_flops
+        self._counting: ForwardCount | None = None
+        self.flops_per_sample: float | None = None  # of what is not text, once the first forward is over
         self._handles: list[Any] = []
         self._main = "input_ids"
         self._pending: tuple[Any, Any, int] | None = None
@@ -40,8 +44,8 @@ class InputWatch:
     def attach(self, model: Any) -> None:
         self._main = getattr(model, "main_input_name", "input_ids")
         self._handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
-        if self._after_forward is not None:
-            self._handles.append(model.register_forward_hook(self._after))
+        if self._after_forward is not None or self._counts_flops:
+            self._handles.append(model.register_forward_hook(self._after, always_call=True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -64,13 +68,18 @@ class InputWatch:
             return
         main = kwargs.get(self._main)
         if main is None:
-            main = kwargs.get("inputs_embeds", args[0] if args else None)
+            main = kwargs.get("inputs_embeds", args[0] if args else _first_input(kwargs))
         if not isinstance(main, torch.Tensor) or main.dim() == 0:
             return
         self.forwards += 1
         self.rows += main.shape[0]
-        if (main.dim() == 2 and not main.is_floating_point()) or (main.dim() == 3 and main is kwargs.get("inputs_embeds")):
+        text = (main.dim() == 2 and not main.is_floating_point()) or (main.dim() == 3 and main is kwargs.get("inputs_embeds"))
+        if text:
             self.tokens += main.shape[0] * main.shape[1]
+        if self._counts_flops and not (text and flops_per_token(module) is not None):
+            self._counting = ForwardCount(module, main.shape[0])
+            self._counting.begin()
+        self._counts_flops = False
         self._look(kwargs.get("attention_mask"))
 
     def _look(self, mask: Any) -> None:
@@ -107,38 +116,19 @@ class InputWatch:
 
     @harmless(_PART)
     def _after(self, module: Any, args: Any, output: Any) -> None:
+        counting, self._counting = self._counting, None
+        if counting is not None:
+            self.flops_per_sample = counting.end()
         if module.training and self._after_forward is not None:
             self._after_forward()
+
+
+def _first_input(kwargs: dict[str, Any]) -> Any:
+    """Of a model of one's own, whose inputs have any name: the first tensor that is not the labels."""
+    return next((value for name, value in kwargs.items() if isinstance(value, torch.Tensor) and "label" not in name), None)
 
 
 def _inert() -> InputWatch:
     faults = Faults(lambda message: None)
     faults.off[_PART] = "a copy"
     return InputWatch(faults)
-
-
-def flops_per_token(model: Any) -> float | None:
-    """6 per weight that multiplies (2 forward, 2 for the gradient passed on, 2 for its own gradient where it trains).
-
-    Embedding tables are looked up, not multiplied, unless the output layer shares them.
-    """
-    if not hasattr(model, "get_input_embeddings"):
-        return None
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    multiplied = {id(output.weight)} if output is not None and hasattr(output, "weight") else set()
-    looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)} - multiplied
-    total = trained = 0
-    for parameter in model.parameters():
-        if id(parameter) in looked_up:
-            continue
-        size = _elements(parameter)
-        total += size
-        trained += size if parameter.requires_grad else 0
-    return 4.0 * total + 2.0 * trained
-
-
-def _elements(parameter: Any) -> int:
-    """Also of weights stored as 4 bits (two to a byte) or gathered on use (ZeRO-3)."""
-    if type(parameter).__name__ == "Params4bit":
-        return int(parameter.numel() * 2 * parameter.element_size())
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

@@ -119,8 +119,9 @@ class Meter:
         scale = self._scale
         if not scale.peak_flops or train_s <= 0:
             return None
-        if scale.flops_per_sample is not None:
-            return samples * scale.flops_per_sample / train_s / scale.peak_flops
+        per_sample = scale.flops_per_sample if scale.flops_per_sample is not None else self._inputs.flops_per_sample
+        if per_sample is not None:
+            return samples * per_sample / train_s / scale.peak_flops
         if tokens and scale.flops_per_token is not None:
             return tokens * scale.flops_per_token / train_s / scale.peak_flops
         return None

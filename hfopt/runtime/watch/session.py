@@ -73,7 +73,11 @@ class Session:
         self._meeting = MeetingPoints(self.clock)
         if self._world > 1 and training.trainer is not None:
             self._meeting.attach(training.trainer)
-        self._inputs = InputWatch(self.faults, partial(self.clock.mark, "forward_end") if self._world > 1 else None)
+        self._inputs = InputWatch(
+            self.faults,
+            partial(self.clock.mark, "forward_end") if self._world > 1 else None,
+            counts_flops=options.flops_per_sample is None and self._world == 1,  # what is sharded counts only its part
+        )
         if training.model is not None and not args.torch_compile and not hasattr(training.model, "_orig_mod"):
             self._inputs.attach(training.model)
         scale = scale_of(args, self._place, flops_per_token=training.flops_per_token, flops_per_sample=options.flops_per_sample)

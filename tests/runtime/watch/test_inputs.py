@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers
 
+from hfopt.runtime.watch.flops import flops_per_token
 from hfopt.runtime.watch.harmless import Faults
-from hfopt.runtime.watch.inputs import InputWatch, flops_per_token
+from hfopt.runtime.watch.inputs import InputWatch
 
 
 class Echo(torch.nn.Module):
@@ -81,3 +83,41 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
     full = flops_per_token(model)
     model.requires_grad_(False)
     assert full is not None and flops_per_token(model) == full * 4 / 6
+
+
+class Own(torch.nn.Module):
+    """A user's own module: inputs of any name, nothing that transformers knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 10, bias=False), torch.nn.Linear(10, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        if x.shape[0] == 13:
+            raise ValueError("an unlucky batch")
+        result: torch.Tensor = self.second(self.first(x))
+        return result
+
+
+def test_what_is_not_text_is_counted_in_the_first_forward_and_never_again() -> None:
+    model, watch = Own(), InputWatch(Faults(print), counts_flops=True)
+    watch.attach(model)
+    for rows in (4, 8):
+        model(labels=torch.zeros(rows), x=torch.zeros(rows, 6))
+        assert watch.flops_per_sample == 3 * 2 * (6 * 10 + 10 * 2)
+    assert watch.take()[:2] == (12, None)
+    model.first.weight.requires_grad_(False)
+    half, frozen = InputWatch(Faults(print), counts_flops=True), 60 / 80
+    watch.detach()
+    half.attach(model)
+    model(x=torch.zeros(4, 6))
+    assert half.flops_per_sample == (3 - frozen) * 2 * 80
+
+
+def test_a_forward_that_raises_leaves_no_counter_behind() -> None:
+    model, watch = Own(), InputWatch(Faults(print), counts_flops=True)
+    watch.attach(model)
+    with pytest.raises(ValueError, match="unlucky"):
+        model(x=torch.zeros(13, 6))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert watch.flops_per_sample is None and not watch.faults.off
