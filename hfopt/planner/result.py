@@ -64,6 +64,17 @@ class Plan:
 
         return plan_text(self.facts)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from hfopt.report.notebook import plan_html
+
+        return plan_html(self.facts)
+
+    def _repr_markdown_(self) -> str:
+        from hfopt.report.notebook import plan_markdown
+
+        return plan_markdown(self.facts)
+
     def to_json(self) -> dict[str, Any]:
         """The object of `hfopt plan --json`."""
         facts = self.facts

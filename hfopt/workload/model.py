@@ -18,7 +18,7 @@ from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.custom import from_reference, is_reference
 from hfopt.workload.heads import choose_head
 from hfopt.workload.losses import loss_for, why_batch_dependent
-from hfopt.workload.preference import NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
+from hfopt.workload.preference import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
 from hfopt.workload.recipe import FAILURES, Recipe, uses_flash
 from hfopt.workload.remote import remote_config, remote_head
 from hfopt.workload.shapes import size_batch
@@ -69,7 +69,7 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
         layers=facts.layers,
         tokens_per_sample=2 * sized.tokens if sized.tokens and trainer in PAIRED else sized.tokens,
         checkpointable=facts.checkpointable,
-        batch_dependent_loss=why_batch_dependent(facts.model, head.task, accepts),
+        batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
         lengths=_spread(data, sized.shape.length),
         notes=tuple(notes),
     )

@@ -27,6 +27,8 @@ NOTES = {
     "KTO": "KTO: the extra pass for the KL term is not in the estimate",
 }
 
+BATCH_DEPENDENT = {"KTO": "KTO: the KL term is a mean over the micro-batch, with mismatched pairs made within it"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pairs:

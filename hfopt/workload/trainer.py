@@ -22,6 +22,7 @@ from hfopt.workload.copies import copies_of
 from hfopt.workload.heads import task_of_class
 from hfopt.workload.losses import why_batch_dependent
 from hfopt.workload.own_loss import apart, own_loss
+from hfopt.workload.preference import BATCH_DEPENDENT
 from hfopt.workload.recipe import repeated_blocks
 from hfopt.workload.samples import Samples, longest_samples, same_random_state, token_count
 from hfopt.workload.shapes import size_batch
@@ -51,11 +52,17 @@ def from_trainer(trainer: Any) -> Workload:
         layers=repeated_blocks(base),
         tokens_per_sample=None if shape.length is None else shape.length + (shape.target_length or 0),
         checkpointable=bool(getattr(base, "supports_gradient_checkpointing", False)),
-        batch_dependent_loss=why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
+        batch_dependent_loss=_known_dependence(trainer) or why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
         weights_dtype=_weights_dtype(model),
         lengths=lengths,
         notes=notes,
     )
+
+
+def _known_dependence(trainer: Any) -> str | None:
+    """Of trainers whose loss cannot show it before the first step, when policy and reference are still equal."""
+    kinds = {base.__name__.removesuffix("Trainer") for base in type(trainer).__mro__}
+    return next((BATCH_DEPENDENT[kind] for kind in sorted(kinds & BATCH_DEPENDENT.keys())), None)
 
 
 def _weights_dtype(model: nn.Module) -> str | None:
@@ -69,8 +76,12 @@ def _weights_dtype(model: nn.Module) -> str | None:
 
 def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
     """What makes a batch of samples in training: its collator, without the columns the model does not take. Draws leave no trace."""
+    from transformers import Trainer
+
     beside = apart(trainer)
-    collate = beside._get_collator_with_removed_columns(beside.data_collator)
+    collate = beside.data_collator
+    if type(trainer).get_train_dataloader is Trainer.get_train_dataloader:  # one of its own may remove none (sentence-transformers)
+        collate = beside._get_collator_with_removed_columns(collate)
 
     def collated(samples: list[Any]) -> Any:
         with same_random_state():

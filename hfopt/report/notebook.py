@@ -1,0 +1,53 @@
+"""The plan as one small table, for notebooks: what changes and why, speed and memory before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from hfopt.report.text import device_words
+from hfopt.schema import Chosen, PlanFacts
+from hfopt.units import format_bytes, format_percent, format_rate
+
+Row = tuple[str, str, str, str]  # what, before, after, why
+HEAD: Row = ("", "before", "after", "why")
+
+
+def rows(facts: PlanFacts) -> Iterator[Row]:
+    for change in facts.changes:
+        yield change.key, _value(change.before), _value(change.after), change.reason
+    if not facts.changes:
+        yield "settings", "as they are", "the same", "already the fastest that fit"
+    before, after = facts.before, facts.after
+    yield "samples/s", _rate(before), _rate(after), "predicted"
+    yield "memory", _memory(before), _memory(after), f"predicted; {format_bytes(facts.budget_bytes)} may be used"
+    yield "device busy", format_percent(before.time.gpu_utilization), format_percent(after.time.gpu_utilization), "predicted"
+
+
+def plan_html(facts: PlanFacts) -> str:
+    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(facts))
+    return f"<p>{escape(_title(facts))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def plan_markdown(facts: PlanFacts) -> str:
+    lines = ["| " + " | ".join(HEAD) + " |", "|---|---|---|---|"]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(facts)]
+    return f"{_title(facts)}\n\n" + "\n".join(lines) + "\n"
+
+
+def _title(facts: PlanFacts) -> str:
+    return f"{facts.job.model.name or 'The model'} on {device_words(facts)}, effective batch {facts.effective_batch}"
+
+
+def _value(value: Any) -> str:
+    return {None: "unset", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _rate(chosen: Chosen) -> str:
+    return format_rate(chosen.time.samples_per_s, "samples")
+
+
+def _memory(chosen: Chosen) -> str:
+    return format_bytes(chosen.memory.device_bytes) + ("" if chosen.fits else " (does not fit)")
