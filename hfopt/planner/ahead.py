@@ -6,8 +6,10 @@ safe: one core, no fork on this system, another thread at work (a spinner may tu
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -19,6 +21,7 @@ from hfopt.errors import HfoptError
 from hfopt.estimate.memory import Estimate
 from hfopt.schema import StepSettings, Workload
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Estimator = Callable[[Workload, StepSettings], Estimate]
 
 
@@ -64,6 +67,8 @@ class Ahead:
 
 
 def _trace(estimator: Estimator, workload: Workload, settings: StepSettings, receiving: Connection, sending: Connection) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it holds copies of the parent's pipes: it must not outlive it
     receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent meets the same error and says it
     try:

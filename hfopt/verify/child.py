@@ -58,10 +58,34 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def run(command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[str, str], output: int | IO[bytes] | None = None) -> Ended:
-    """Runs the command to its end or to the limit. `output` takes its stdout and stderr (None: both go to this process's stderr)."""
+class Running:
+    """A command on its way."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path, mark: str) -> None:
+        self._process, self._folder, self._mark = process, folder, mark
+        self._started = time.monotonic()
+
+    def wait(self, timeout_s: float | None = None) -> Ended:
+        """Its end; at the limit it is ended, with all it started."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return Ended(reason="timeout", returncode=-9, wall_s=time.monotonic() - self._started)
+        return _how_it_ended(self._folder, self._mark, time.monotonic() - self._started)
+
+    def end(self) -> None:
+        """Ends it if it still runs; may be called again."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def start(
+    command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[str, str], output: int | IO[bytes] | None = None
+) -> Running:
+    """Starts the command; `output` takes its stdout and stderr (None: both go to this process's stderr)."""
     mark = uuid.uuid4().hex
-    started = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", guard.__file__, str(timeout_s), str(folder), mark, *command],
         stdin=subprocess.PIPE,
@@ -70,13 +94,16 @@ def run(command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[
         env=dict(env),
         start_new_session=True,
     )
-    assert process.stdin is not None
+    return Running(process, folder, mark)
+
+
+def run(command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[str, str], output: int | IO[bytes] | None = None) -> Ended:
+    """Runs the command to its end or to the limit."""
+    running = start(command, folder=folder, timeout_s=timeout_s, env=env, output=output)
     try:
-        process.wait()
+        return running.wait()
     finally:
-        process.stdin.close()
-        process.wait()
-    return _how_it_ended(folder, mark, time.monotonic() - started)
+        running.end()
 
 
 def _how_it_ended(folder: Path, mark: str, wall_s: float) -> Ended:

@@ -6,6 +6,7 @@ limit, its own memory, and a guard that ends it with everything it started.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hfopt.errors import DryRunError
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
@@ -22,7 +23,44 @@ from hfopt.verify import child
 from hfopt.verify.arguments import Device
 from hfopt.virtual.launch import environment
 
+_LONGEST_S = 3600.0  # a child nobody tells anything ends by itself
 _PACKAGE_PARENT = Path(__file__).parents[2]
+
+
+class Prepared:
+    """A child that imports, reads the model and builds it on the device while the caller still thinks; then it is told the candidate.
+
+    It serves one candidate. `close` ends it and leaves nothing, used or not.
+    """
+
+    def __init__(self, job: TrainJob, *, device: Device, gpu: Gpu | None = None, context_bytes: int = 0, steps: int = 3) -> None:
+        """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there."""
+        self._device: Device = device
+        with contextlib.ExitStack() as stack:
+            self._folder = stack.enter_context(child.scratch_folder())
+            env = _environment(device, gpu, context_bytes, self._folder)
+            self._order = stack.enter_context(_order(job, device, steps, self._folder))
+            self._log = self._folder / "log"
+            with self._log.open("wb") as output:
+                command = [sys.executable, "-m", "hfopt.verify.worker", str(self._folder)]
+                self._running = child.start(command, folder=self._folder, timeout_s=_LONGEST_S, env=env, output=output)
+            stack.callback(self._running.end)
+            self._stack = stack.pop_all()
+
+    def run(self, candidate: Candidate, *, timeout_s: float = 300.0) -> Trial:
+        """Real optimizer steps with full accumulation windows of the longest batch, then one evaluation step."""
+        self._order.write(pickle.dumps(candidate))
+        ended = self._running.wait(timeout_s)
+        return Trial(device=self._device, candidate=candidate, **_facts(self._folder, ended, self._log, timeout_s))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Prepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def dry_run(
@@ -35,19 +73,9 @@ def dry_run(
     timeout_s: float = 300.0,
     steps: int = 3,
 ) -> Trial:
-    """Runs `steps` optimizer steps with full accumulation windows of the longest batch, then one evaluation step.
-
-    gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there.
-    """
-    with child.scratch_folder() as folder:
-        env = _environment(device, gpu, context_bytes, folder)
-        _write_order(job, candidate, device, steps, folder)
-        log = folder / "log"
-        with log.open("wb") as output:
-            command = [sys.executable, "-m", "hfopt.verify.worker", str(folder)]
-            ended = child.run(command, folder=folder, timeout_s=timeout_s, env=env, output=output)
-        facts = _facts(folder, ended, log, timeout_s)
-    return Trial(device=device, candidate=candidate, **facts)
+    """One candidate, now; the arguments are those of `Prepared`."""
+    with Prepared(job, device=device, gpu=gpu, context_bytes=context_bytes, steps=steps) as prepared:
+        return prepared.run(candidate, timeout_s=timeout_s)
 
 
 def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Path) -> dict[str, str]:
@@ -64,12 +92,15 @@ def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Pa
     return env | {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(folder)}
 
 
-def _write_order(job: TrainJob, candidate: Candidate, device: Device, steps: int, folder: Path) -> None:
+def _order(job: TrainJob, device: Device, steps: int, folder: Path) -> IO[bytes]:
+    """Writes what is known already, and returns where the candidate goes: a named pipe, open on both ends so that writing never blocks."""
     plain = replace(
         job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides))
     )  # read-only views do not travel
-    order = {"job": plain, "candidate": candidate, "device": device, "steps": steps}
-    (folder / "job.pickle").write_bytes(pickle.dumps(order))
+    (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": device, "steps": steps}))
+    pipe = folder / "candidate"
+    os.mkfifo(pipe)
+    return os.fdopen(os.open(pipe, os.O_RDWR), "wb", buffering=0)
 
 
 def _facts(folder: Path, ended: child.Ended, log: Path, timeout_s: float) -> Mapping[str, Any]:

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from hfopt.schema import Workload
+from hfopt.workload.batch import with_decoder_inputs
 
 _SEED = 1
 
@@ -38,6 +39,8 @@ def gradient_ratio(
         torch.manual_seed(_SEED)
         model = workload.build_model()
         batch = {name: _varied(name, tensor, getattr(model, "config", None)) for name, tensor in workload.make_batch(samples).items()}
+        if arguments.get("label_smoothing_factor"):
+            batch = with_decoder_inputs(batch, model)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         found = []
         for accumulation in (1, split):

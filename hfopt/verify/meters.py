@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 import time
@@ -17,6 +18,12 @@ class CudaMeter:
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()
+
+    def empty(self) -> None:
+        """As if nothing had been on the device yet."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.reset()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -44,6 +51,10 @@ class CpuMeter:
             Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
         except OSError:
             return
+
+    def empty(self) -> None:
+        gc.collect()
+        self.reset()
 
     def synchronize(self) -> None:
         pass

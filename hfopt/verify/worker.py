@@ -1,6 +1,7 @@
 """The child of a dry run: real optimizer steps by the real Trainer on the longest batches, then one evaluation step; measured, as JSON.
 
-Started by dryrun.py as `python -m hfopt.verify.worker FOLDER`; reads FOLDER/job.pickle and writes FOLDER/trial.json.
+Started by dryrun.py as `python -m hfopt.verify.worker FOLDER`; reads FOLDER/job.pickle, imports and builds what it can, waits for the
+candidate in the named pipe FOLDER/candidate, and writes FOLDER/trial.json.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hfopt.errors import DryRunError, HfoptError
 from hfopt.schema import Candidate, TrainJob, Workload
 from hfopt.verify.arguments import Device, training_arguments
 from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
+from hfopt.workload.batch import with_decoder_inputs
 from hfopt.workload.build import skeleton
 from hfopt.workload.model import from_spec
 
@@ -33,7 +35,6 @@ class Order:
     """What the parent asks for."""
 
     job: TrainJob
-    candidate: Candidate
     device: Device
     steps: int
 
@@ -51,10 +52,10 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
         return index
 
 
-def _trainer(workload: Workload, model: Any, order: Order, folder: Path, clock: StepClock) -> Any:
+def _trainer(workload: Workload, model: Any, order: Order, candidate: Candidate, folder: Path, clock: StepClock) -> Any:
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     chosen = training_arguments(
-        order.job, order.candidate, device=order.device, steps=order.steps, output_dir=str(folder / "output"), fields=fields
+        order.job, candidate, device=order.device, steps=order.steps, output_dir=str(folder / "output"), fields=fields
     )
     args = transformers.TrainingArguments(**chosen)
     compute_loss = workload.compute_loss
@@ -74,13 +75,20 @@ def _trainer(workload: Workload, model: Any, order: Order, folder: Path, clock: 
             with torch.no_grad(), self.compute_loss_context_manager():
                 return compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
 
-    window = order.candidate.per_device_batch * order.candidate.accumulation
+    smoothed = bool(args.label_smoothing_factor)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        batch = workload.make_batch(len(samples))
+        return with_decoder_inputs(batch, bare) if smoothed else batch
+
+    window = candidate.per_device_batch * candidate.accumulation
     trainer = DryTrainer(
         model=model,
         args=args,
         train_dataset=_Samples(window * order.steps),
         eval_dataset=_Samples(args.per_device_eval_batch_size),
-        data_collator=lambda samples: workload.make_batch(len(samples)),
+        data_collator=collate,
         callbacks=[clock],
     )
     if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
@@ -121,16 +129,22 @@ def _measure(order: Order, folder: Path) -> dict[str, Any]:
     """One dry run. Any error but memory's leaves this function."""
     if order.device != "cpu" and not torch.cuda.is_available():
         raise DryRunError("there is no CUDA device here to run on")
-    spec = order.job.model
-    if order.candidate.attn_implementation is not None:
-        spec = dataclasses.replace(spec, attn_implementation=order.candidate.attn_implementation)
-    workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
+    workload = from_spec(order.job.model, order.job.data, trainer=order.job.trainer)
+    assert transformers.Trainer and transformers.TrainingArguments, "imported now, while there is time"
     meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
     clock = StepClock(meter)
     facts: dict[str, Any] = {"outcome": "ok"}
     phase = "loading the model"
     try:
-        trainer = _trainer(workload, _build(workload, order.device), order, folder, clock)
+        model = _build(workload, order.device)
+        candidate = _told(folder)
+        if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
+            del model
+            meter.empty()
+            spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
+            workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
+            model = _build(workload, order.device)
+        trainer = _trainer(workload, model, order, candidate, folder, clock)
         phase = "the training steps"
         trainer.train()
         facts |= meter.peaks()
@@ -143,8 +157,15 @@ def _measure(order: Order, folder: Path) -> dict[str, Any]:
             raise
         facts |= {"outcome": "oom", "message": f"out of memory in {phase}, step {clock.steps + 1}: {_brief(error)}", **meter.peaks()}
     if order.device != "virtual" and len(clock.step_s) > 1:
-        facts |= {"step_s": statistics.median(clock.step_s[1:]), "data_wait_s": statistics.median(clock.wait_s[1:])}
+        facts |= {"step_s": min(clock.step_s[1:]), "data_wait_s": statistics.median(clock.wait_s[1:])}  # what else runs only adds time
     return facts
+
+
+def _told(folder: Path) -> Candidate:
+    """Waits for the candidate."""
+    with (folder / "candidate").open("rb") as pipe:
+        candidate: Candidate = pickle.load(pipe)
+    return candidate
 
 
 def _is_oom(error: BaseException) -> bool:

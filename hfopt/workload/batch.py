@@ -164,3 +164,11 @@ _MAKERS: dict[str, Callable[[BatchMaker, int], Batch]] = {
     "audio_to_text": _audio,
     "image_text": _image_text,
 }
+
+
+def with_decoder_inputs(batch: dict[str, Any], model: Any) -> dict[str, Any]:
+    """As DataCollatorForSeq2Seq adds them: with label smoothing the Trainer takes the labels away that the model would shift itself."""
+    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if prepare is None or "labels" not in batch or "decoder_input_ids" in batch:
+        return batch
+    return {**batch, "decoder_input_ids": prepare(labels=batch["labels"])}

@@ -130,3 +130,21 @@ def test_the_parent_stays_light() -> None:
 
     code = "import sys, hfopt.verify.dryrun, hfopt.verify.rehearsal; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("moment_s", [0.0, 1.5])
+def test_a_prepared_child_that_is_never_asked_leaves_nothing(moment_s: float, tiny_job: TrainJob, scratch: Path) -> None:
+    prepared = dryrun.Prepared(tiny_job, device="cpu")
+    time.sleep(moment_s)
+    prepared.close()
+    assert _workers(scratch) == []
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_prepared_child_is_told_later(tiny_job: TrainJob, scratch: Path) -> None:
+    with dryrun.Prepared(tiny_job, device="cpu") as prepared:
+        time.sleep(0.5)
+        trial = prepared.run(CANDIDATE, timeout_s=200)
+    assert trial.outcome == "ok" and trial.candidate == CANDIDATE, trial.message
+    assert list(scratch.iterdir()) == []
