@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from hfopt.estimate.formulas import Formula, constant
 from hfopt.units import KIB, MIB
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Kept:
     bytes: int
 
 
-Step: TypeAlias = torch.Tensor | Sized | Formula | Kept | int
+Step: TypeAlias = "torch.Tensor | Sized | Formula | Kept | int"
 
 # multiprocessors of a common card and threads per multiprocessor (CUDA C programming guide, technical specifications per capability)
 _MULTIPROCESSORS = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
@@ -69,5 +70,7 @@ class Kernels:
 
 
 def _installed_torch() -> tuple[int, int]:
+    import torch
+
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)

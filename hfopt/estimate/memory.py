@@ -87,18 +87,36 @@ class MemoryCurve:
         return room > 0 and self.replay(batch, options, capacity_bytes=room).fits
 
     def largest_batch(self, budget_bytes: int, options: AllocatorOptions | None = None) -> int | None:
-        """The largest batch size that fits, found by bisection over exact replays; None when not even 1 does."""
+        """The largest batch size that fits, by exact replays; None when not even 1 does.
+
+        What is allocated alone, without a replay, says about where that is; from there it is looked for in doubling steps, then bisected.
+        """
         if not self.fits(1, budget_bytes, options):
             return None
-        low, high = 1, 2
-        while high <= _LARGEST_BATCH and self.fits(high, budget_bytes, options):
-            low, high = high, high * 2
+        low, high = 1, _LARGEST_BATCH + 1
+        probe = self._roughly_largest(budget_bytes)
+        stride = max(1, probe // 64)
         while high - low > 1:
-            middle = (low + high) // 2
-            if self.fits(middle, budget_bytes, options):
+            probe = min(max(probe, low + 1), high - 1)
+            if self.fits(probe, budget_bytes, options):
+                low, probe = probe, probe + stride if high > _LARGEST_BATCH else (probe + high) // 2
+            else:
+                high, probe = probe, probe - stride if low == 1 else (low + probe) // 2
+            stride *= 2
+        return low
+
+    def _roughly_largest(self, budget_bytes: int) -> int:
+        """The largest batch whose allocations alone stay within the budget, rounding left out."""
+        import numpy as np
+
+        room = budget_bytes - self.context_bytes
+        low, high = 1, _LARGEST_BATCH
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._enveloped(np.array([middle], dtype=np.int64))[0] <= room:
                 low = middle
             else:
-                high = middle
+                high = middle - 1
         return low
 
     # ------------------------------------------------------------------------------------------ many batch sizes

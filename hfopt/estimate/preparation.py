@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hfopt.errors import TraceError
@@ -19,6 +23,11 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
             model.set_attn_implementation(settings.attn_implementation)
         _set_cache(model)
         _set_checkpointing(model, settings)
+        if settings.fused_loss:
+            from hfopt.estimate.fused_loss import fuse_loss
+
+            if not fuse_loss(model):
+                raise TraceError(f"the head of {type(model).__name__} is not one that liger's fused loss can take over")
         return model.train()
 
     return build
@@ -26,10 +35,17 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
 
 def _set_cache(model: Any) -> None:
     """transformers 5: the Trainer turns the key-value cache off unless `use_cache` is asked for; before, only checkpointing does."""
-    from transformers import TrainingArguments
-
-    if "use_cache" in TrainingArguments.__dataclass_fields__ and hasattr(getattr(model, "config", None), "use_cache"):
+    if _trainer_knows_cache() and hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False
+
+
+@functools.cache
+def _trainer_knows_cache() -> bool:
+    """Read from the source: importing TrainingArguments brings accelerate and costs a second."""
+    package = find_spec("transformers")
+    assert package is not None and package.origin is not None
+    source = (Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    return re.search(r"^    use_cache:", source, re.MULTILINE) is not None
 
 
 def _set_checkpointing(model: Any, settings: StepSettings) -> None:
@@ -53,6 +69,6 @@ def _require_grades(every_n_layers: int) -> None:
 
     if "every_n_layers" not in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters:
         raise TraceError(
-            f"transformers {__version__} cannot checkpoint each {every_n_layers}. layer",
+            f"transformers {__version__} cannot checkpoint every n-th layer (n = {every_n_layers})",
             hint="remove every_n_layers from gradient_checkpointing_kwargs, or install transformers 5.22 or later",
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -130,6 +130,8 @@ class TrainerLoop:
             with self._autocast():
                 return self._compute_loss(self.model, inputs)
         labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
+        if labels is not None and "decoder_input_ids" not in inputs and (shifted := _decoder_inputs(self.model, labels)) is not None:
+            inputs["decoder_input_ids"] = shifted
         if self.accepts_loss_kwargs and items is not None:
             inputs["num_items_in_batch"] = items
         outputs = self.forward(inputs)
@@ -152,9 +154,7 @@ class TrainerLoop:
         """accelerate's convert_outputs_to_fp32 around the model's forward."""
         if self.autocast_dtype is None:
             return outputs
-        from accelerate.utils import convert_to_fp32
-
-        return convert_to_fp32(outputs)
+        return _float32(outputs)
 
     def _classify_logits(self, outputs: Any) -> None:
         logits = outputs.get("logits") if isinstance(outputs, dict) else None
@@ -176,6 +176,19 @@ class TrainerLoop:
         return norm
 
 
+def _float32(value: Any) -> Any:
+    """accelerate.utils.convert_to_fp32, whose import would cost a second: half-precision tensors in lists, tuples and mappings."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    if isinstance(value, (tuple, list)):
+        made = [_float32(item) for item in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, Mapping):
+        kind: Any = type(value)
+        return kind({key: _float32(item) for key, item in value.items()})
+    return value
+
+
 def _accepts_loss_kwargs(model: Any) -> bool:
     """Trainer.model_accepts_loss_kwargs: the forward of the model (of the base model under peft) takes **kwargs."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -183,6 +196,13 @@ def _accepts_loss_kwargs(model: Any) -> bool:
     if declared is not None:
         return bool(declared)
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
+
+
+def _decoder_inputs(model: Any, labels: torch.Tensor) -> Any:
+    """DataCollatorForSeq2Seq makes them: with label smoothing the Trainer takes the labels away that the model would shift itself."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
+    return None if prepare is None else prepare(labels=labels)
 
 
 def _label_smoother(settings: StepSettings) -> Any:

@@ -60,5 +60,5 @@ def test_a_transformers_without_it_is_named(tiny_gpt2: Make, monkeypatch: pytest
         """As it was before 5.22."""
 
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
-    with pytest.raises(TraceError, match=r"cannot checkpoint each 2\. layer"):
+    with pytest.raises(TraceError, match=r"cannot checkpoint every n-th layer \(n = 2\)"):
         prepared(tiny_gpt2(), EACH_SECOND)()
