@@ -90,7 +90,10 @@ def one_model(name: str, folder: Path) -> dict[str, Any]:
     share = seconds[best] / seconds[chosen]
     before = seconds[best] / seconds[settings["per_device_train_batch_size"]]
     table = ", ".join(f"{batch}: {effective / took_s:.0f}/s" for batch, took_s in seconds.items())
-    print(f"{name:5} chose {chosen} × {effective // chosen}, best {best} × {effective // best}: {100 * share:.1f} % of the best ({table})")
+    print(
+        f"{name:5} chose {chosen} × {effective // chosen}, best {best} × {effective // best}: {100 * share:.1f} % of the best ({table})",
+        flush=True,
+    )
     return {"share_of_best": round(share, 4), "as_configured": round(before, 4), "plan_runs": made.trial_runs, "grid_runs": len(seconds)}
 
 

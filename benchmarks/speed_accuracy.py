@@ -1,6 +1,6 @@
 """Predicted against published training speed: ratios between settings, their order, and the absolute rate.
 
-usage: python benchmarks/speed_accuracy.py [CSV] [--rows]
+usage: python benchmarks/speed_accuracy.py [CSV] [--rows] [--traces FILE]
 
 CSV is shaped like benchmarks/data/published_speed.csv (the default). Pairs are two different configurations of the same source, card,
 model and task; the peer in the same run is a plain roofline: the data sheet's peaks and bandwidth, no efficiency, no launch cost, no tiles.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
 import statistics
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.errors import HfoptError
 from hfopt.estimate.memory import estimate
-from hfopt.estimate.speed import speed_of
+from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.schema import BatchShape, OpCost, Workload
 
@@ -121,11 +122,29 @@ def _drawn_out(low: Sequence[OpCost], high: Sequence[OpCost], reach: float, case
         )
 
 
+def traced_cases(path: Path, kept: Path | None) -> tuple[list[Case], dict[Any, Kernels], list[tuple[dict[str, str], str]]]:
+    """The cases of a file with the kernels of each, and the rows left out with the reason. `kept` holds traces between runs."""
+    cases, skipped = read_cases(path)
+    traced: dict[Any, Kernels] = pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
+    good = []
+    for case in cases:
+        try:
+            if case.key not in traced:
+                traced[case.key] = kernels(case)
+                if kept is not None:
+                    kept.write_bytes(pickle.dumps(traced))
+        except HfoptError as error:
+            skipped.append((case.row, str(error)))
+            continue
+        good.append(case)
+    return good, traced, skipped
+
+
 # ---------------------------------------------------------------------------------------------- predictions
 
 
-def predict(case: Case, made: Kernels) -> Predicted:
-    speed = speed_of(case.gpu)
+def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
+    speed = speed or speed_of(case.gpu)
     assert speed is not None, case.gpu.name
     if case.world_size > 8:
         speed = replace(speed, link_bytes_per_s=NODE_LINK_BYTES_PER_S)
@@ -206,19 +225,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", nargs="?", type=Path, default=DATA)
     parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--traces", type=Path, help="keep the traces there, and read those that are there")
     options = parser.parse_args()
     started = time.perf_counter()
-    cases, skipped = read_cases(options.csv)
-    traced: dict[Any, Kernels] = {}
-    found = []
-    for case in cases:
-        try:
-            if case.key not in traced:
-                traced[case.key] = kernels(case)
-        except HfoptError as error:
-            skipped.append((case.row, str(error)))
-            continue
-        found.append(predict(case, traced[case.key]))
+    cases, traced, skipped = traced_cases(options.csv, options.traces)
+    found = [predict(case, traced[case.key]) for case in cases]
     _print(found, skipped, rows=options.rows)
     ours, plain = compare(found, lambda one: one.samples_per_s), compare(found, lambda one: one.roofline_samples_per_s)
     print(f"a plain roofline in the same run: {json.dumps(plain)}")
