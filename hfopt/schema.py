@@ -261,6 +261,12 @@ class Checkpointing:
     use_reentrant: bool = False
 
     @property
+    def which_layers(self) -> str:
+        """'every layer', 'every 2nd layer'."""
+        ordinal = {1: "", 2: "2nd ", 3: "3rd "}.get(self.every_n_layers, f"{self.every_n_layers}th ")
+        return f"every {ordinal}layer"
+
+    @property
     def on(self) -> bool:
         return self.every_n_layers > 0
 
@@ -268,7 +274,7 @@ class Checkpointing:
     def words(self) -> str:
         if not self.on:
             return "no checkpointing"
-        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing each {self.every_n_layers}. layer"
+        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing {self.which_layers}"
 
 
 EngineName = Literal["ddp", "fsdp2", "zero2", "zero3"]
@@ -315,6 +321,7 @@ class StepSettings:
     label_smoothing: float = 0.0
     attn_implementation: str | None = None
     torch_compile: bool = False
+    fused_loss: bool = False  # liger's: head and loss in slices, no logits
     capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device
@@ -496,6 +503,47 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """One candidate, predicted and measured. What it says about other batch sizes of this job is taken the safer way: memory that was
+    missing grows with the batch, memory that was too much stays what it was."""
+
+    candidate: Candidate
+    device: Literal["cuda", "cpu", "virtual"]
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return _error(self.predicted_reserved_bytes, self.measured_reserved_bytes)
+
+    @property
+    def time_error(self) -> float | None:
+        return _error(self.predicted_step_s, self.measured_step_s)
+
+    def corrected_bytes(self, reserved_bytes: int) -> int:
+        """A predicted size as it would be measured."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or measured is None:
+            return reserved_bytes
+        missing = measured - predicted
+        return reserved_bytes + max(missing, round(missing * reserved_bytes / predicted))
+
+    def predicted_room_bytes(self, room_bytes: int) -> int:
+        """The largest predicted size that would be measured as no more than `room_bytes`: the inverse of `corrected_bytes`."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or not measured:
+            return room_bytes
+        return min(room_bytes - (measured - predicted), room_bytes * predicted // measured)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PhasePeak:
     """The most memory one phase of a rehearsal held, on the rank and card that held most."""
 
@@ -594,6 +642,7 @@ class PlanFacts:
     rejected: tuple[Rejection, ...]
     advice: tuple[Advice, ...] = ()
     trial: Trial | None = None
+    correction: Correction | None = None  # before and after are predicted; the limits of the others are corrected by it
     neutrality: Neutrality | None = None
     notes: tuple[str, ...] = ()
     engine: EngineChoice | None = None  # None: one device

@@ -17,7 +17,10 @@ Keep = Annotated[
     list[str] | None,
     typer.Option("--keep", metavar="KEY", autocompletion=complete_key, help="Leave this key as it is; may be repeated."),
 ]
-Allow = Annotated[list[str] | None, typer.Option("--allow", help="Also try: optim, torch_compile, accumulation.")]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", help="Also try: optim, torch_compile, use_liger_kernel, attn_implementation, accumulation."),
+]
 Headroom = Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 

@@ -122,7 +122,7 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
         from hfopt.planner import plan as make
         from hfopt.planner.ahead import Ahead
 
-        request: Request = Request(**options)
+        request: Request = Request(**options, own_process=True)
         ahead = Ahead(estimate)
         try:
             return make(config, request, progress=status.update if status is not None else lambda text: None, estimator=ahead)

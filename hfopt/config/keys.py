@@ -18,6 +18,7 @@ else:
     import tomli as tomllib  # the same module under its old name
 
 BATCH, ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+ATTENTION = "attn_implementation"  # not an argument of the Trainer, but many files state it beside them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from hfopt.config.document import Document, NodePath
 from hfopt.config.facts import Facts, whole_number
 from hfopt.config.foreign import tool_of
 from hfopt.config.installed import Installed, installed
-from hfopt.config.keys import ACCUMULATION, BATCH, GONE, trl_keys
+from hfopt.config.keys import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
 from hfopt.config.sections import Layout, Section, find
@@ -98,7 +98,7 @@ class _Reading:
                 homes = homes if section in self.layout.around else {**self._homes(section, read.args), **homes}
         job = None
         if self.layout.main is not None:
-            homes = {**self._words(dialect, self.layout.main), **homes}
+            homes = {**self._words(dialect, self.layout.main), **self._stated_once(ATTENTION), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
                 job = self._job({**implied(dialect, self.facts, args), **self._trl_args(trainer), **args}, trainer, homes)
@@ -127,6 +127,11 @@ class _Reading:
             path = next((path[:-1] for path, _ in self.facts.all(word.key)), main.path)
             found[name] = Home(path=path, key=word.key, word=word)
         return found
+
+    def _stated_once(self, key: str) -> dict[str, Home]:
+        """Where the file states a key that is none of TrainingArguments; nothing where it is not clear which statement counts."""
+        paths = [path for path, _ in self.facts.all(key)]
+        return {key: Home(path=paths[0][:-1], key=key)} if len(paths) == 1 else {}
 
     def _homes(self, section: Section, args: Mapping[str, Any]) -> dict[str, Home]:
         homes: dict[str, Home] = {}

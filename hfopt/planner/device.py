@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from hfopt.config.step import step_settings
-from hfopt.estimate.context import context_bytes
 from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks
 from hfopt.hardware import catalog
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress, Request, Subject
+from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.world import link_of, world_of
-from hfopt.schema import Candidate, Gpu, StepSettings, Trial, Workload
+from hfopt.schema import Gpu, StepSettings, Workload
 from hfopt.search.feasible import budget_bytes
-from hfopt.virtual.launch import available
-from hfopt.workload.recipe import Recipe, weights_dtype
 
 CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
 
@@ -34,48 +30,34 @@ class Device:
     offset_bytes: int
     notes: tuple[str, ...]
 
-    def pricing(self, workload: Workload, estimator: Estimator | None, progress: Progress) -> Pricing:
+    def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
+        job = subject.job
         return Pricing(
-            workload=workload,
+            workload=subject.workload,
             base=self.base,
             speed=self.speed,
             budget_bytes=self.budget_bytes,
+            capacity_bytes=None if self.gpu is None else self.gpu.available_bytes,
             ranks=self.ranks,
             offset_bytes=self.offset_bytes,
             estimator=estimator or estimate,
+            with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
             progress=progress,
         )
 
     def weights_dtype(self, workload: Workload) -> str | None:
         """What the weights are stored in while training; None where only the model itself knows."""
+        from hfopt.workload.recipe import Recipe, weights_dtype
+
         recipe = workload.build_model
         return str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else None
 
     def trained_in(self, workload: Workload) -> str | None:
+        from hfopt.workload.recipe import Recipe
+
         recipe = workload.build_model
         stated = getattr(recipe.config, "dtype", None) if isinstance(recipe, Recipe) else None
         return None if stated is None else str(stated).removeprefix("torch.")
-
-    def dry_run(self, subject: Subject, request: Request, winner: Candidate, progress: Progress) -> Trial | None:
-        """The winner on the device itself, or on the virtual GPU where it is not here; None where neither can be, or the model is live."""
-        where = self._where_to_try(subject)
-        if not request.dry_run or where is None or subject.loaded is None:
-            return None
-        from hfopt.verify.dryrun import dry_run
-
-        progress(f"trying {winner.per_device_batch} × {winner.accumulation} on {self.name}{' (virtual)' if where == 'virtual' else ''}")
-        return dry_run(subject.job, winner, device=where, gpu=self.gpu, context_bytes=self._context_bytes() if where == "virtual" else 0)
-
-    def _where_to_try(self, subject: Subject) -> Literal["cuda", "cpu", "virtual"] | None:
-        if not subject.hardware.hypothetical:
-            return "cpu" if self.gpu is None else "cuda"
-        gpu = self.gpu
-        if gpu is None or gpu.vendor != "nvidia" or gpu.capability is None or subject.job.world_size > 1:
-            return None
-        return "virtual" if available() is None else None
-
-    def _context_bytes(self) -> int:
-        return context_bytes(self.base.capability, multiprocessors=self.base.multiprocessors)
 
 
 def device_of(subject: Subject, request: Request) -> Device:

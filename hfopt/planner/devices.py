@@ -20,7 +20,6 @@ from hfopt.planner.result import Plan
 from hfopt.planner.world import weight_bytes
 from hfopt.schema import Change, Chosen, EngineChoice, MemoryPeak
 from hfopt.units import format_bytes, format_percent
-from hfopt.workload.recipe import Recipe
 
 PlanOne = Callable[[Subject], Plan]
 TIE = 0.02  # engines this close are equal; the earlier one in the list asks less of the installation
@@ -200,6 +199,8 @@ def least_state_bytes(subject: Subject) -> int:
 def block_classes(subject: Subject) -> tuple[str, ...]:
     """The classes of the repeated blocks: what FSDP wraps one by one."""
     import torch
+
+    from hfopt.workload.recipe import Recipe
 
     build = subject.workload.build_model
     if isinstance(build, Recipe):

@@ -67,14 +67,12 @@ class Feeding:
         return self._with_kept(plan, now)
 
     def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:
+        return Chosen(candidate=candidate, memory=memory, time=self.fed(candidate, time, loader), loader=loader, fits=fits)
+
+    def fed(self, candidate: Candidate, time: StepTime, loader: LoaderPlan) -> StepTime:
+        """The step with the loader's limit."""
         samples = candidate.per_device_batch * candidate.accumulation
-        return Chosen(
-            candidate=candidate,
-            memory=memory,
-            time=fed(time, loader, self.machine, samples=samples, ranks_on_node=self.ranks),
-            loader=loader,
-            fits=fits,
-        )
+        return fed(time, loader, self.machine, samples=samples, ranks_on_node=self.ranks)
 
     @cached_property
     def machine(self) -> Host:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hfopt.estimate.memory import Estimate
+from hfopt.estimate.memory import Estimate, MemoryCurve
 from hfopt.estimate.speed import Speed
 from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.planner.ahead import Ahead, Estimator
-from hfopt.schema import Candidate, Checkpointing, MemoryPeak, StepSettings, StepTime, Workload
+from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
 SMALL_SHARE = 0.01
@@ -29,12 +29,16 @@ class Pricing:
     speed: Speed
     budget_bytes: int
     ranks: Ranks
+    capacity_bytes: int | None = None  # of the device, headroom included
     offset_bytes: int = 0  # what the world adds to one device (gradient buckets) or takes off it (shards)
     estimator: Estimator
+    with_attention: Callable[[str], Workload] | None = None  # the same model with another attention implementation
     progress: Callable[[str], None] = lambda text: None
+    _workloads: dict[str, Workload] = field(default_factory=dict)
     _estimates: dict[StepSettings, Estimate] = field(default_factory=dict)
     _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict)
     _limits: dict[StepSettings, int | None] = field(default_factory=dict)
+    _correction: Correction | None = None
     _times: dict[Candidate, StepTime] = field(default_factory=dict)
 
     # ------------------------------------------------------------------------------------------ what the search asks
@@ -78,25 +82,51 @@ class Pricing:
         if settings.accumulation == 1:
             return self._limit(other)
         gradients = 2 * self._gradient_bytes(other)  # kept through the forward, and the second batch's inputs
-        return self._estimates[other].curve.largest_batch(self.budget_bytes - self.offset_bytes - gradients)
+        return self._largest(other, -gradients)
 
     def _optimistic_limit(self, candidate: Candidate) -> int | None:
         """No batch above this can fit: by the trace with accumulation less its gradients, or by a fuller precision's less its half."""
         wanted = self.settings(candidate)
         found = []
-        for settings, estimate in self._estimates.items():
+        for settings in self._estimates:
             if replace(settings, accumulation=1, precision=wanted.precision) != replace(wanted, accumulation=1):
                 continue
-            budget = self.budget_bytes - self.offset_bytes + 2 * self._gradient_bytes(settings)
-            if settings.precision != wanted.precision:
-                budget = int(budget / LIGHTEST_PRECISION)
-            found.append(estimate.curve.largest_batch(budget) or 0)
+            lightest = 1.0 if settings.precision == wanted.precision else LIGHTEST_PRECISION
+            found.append(self._largest(settings, 2 * self._gradient_bytes(settings), lightest) or 0)
         return min(found, default=None)
+
+    # ------------------------------------------------------------------------------------------ what a dry run says
+
+    def compare(self, trial: Trial) -> Correction:
+        """The trial beside what was predicted for it, on a device that gives cached memory back when it is full."""
+        candidate = trial.candidate
+        predicted = None
+        if trial.device != "cpu" and trial.peak_reserved_bytes is not None:  # a process on the CPU holds Python and libraries as well
+            known = self.estimate(candidate).curve
+            curve = MemoryCurve(known.timeline, known.context_bytes)  # of the longest batches alone, as the dry run has them
+            capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
+            predicted = curve.replay(candidate.per_device_batch, capacity_bytes=capacity).reserved_bytes
+            predicted += self._added_bytes(candidate) - self.offset_bytes
+        return Correction(
+            candidate=candidate,
+            device=trial.device,
+            predicted_reserved_bytes=predicted,
+            measured_reserved_bytes=None if predicted is None else trial.peak_reserved_bytes,
+            predicted_step_s=None if trial.step_s is None else self.time(candidate).step_s,
+            measured_step_s=trial.step_s,
+        )
+
+    def correct(self, correction: Correction) -> None:
+        """From now on every limit is that of the corrected curve."""
+        self._correction = correction
+        self._limits.clear()
 
     # ------------------------------------------------------------------------------------------ memory of one candidate
 
     def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
-        peak = self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments)
+        return self._adjusted(self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments), candidate)
+
+    def _adjusted(self, peak: MemoryPeak, candidate: Candidate) -> MemoryPeak:
         added = self._added_bytes(candidate)
         if not added:
             return peak
@@ -107,11 +137,16 @@ class Pricing:
             breakdown=peak.breakdown and replace(peak.breakdown, gradients_bytes=peak.breakdown.gradients_bytes + added),
         )
 
-    def nearest_memory(self, candidate: Candidate) -> MemoryPeak:
-        """From its own trace, or from the one with the other kind of accumulation: no new trace for a runner-up."""
-        settings = self._any_accumulation(candidate)
-        accumulation = candidate.accumulation if settings is None else settings.accumulation
-        return self.memory(replace(candidate, accumulation=accumulation))
+    def nearest_memories(self, candidates: Sequence[Candidate]) -> tuple[MemoryPeak, ...]:
+        """From their own traces, or from those with the other kind of accumulation: no new trace, and few replays, for runners-up."""
+        by_settings: dict[StepSettings, list[Candidate]] = {}
+        for candidate in candidates:
+            by_settings.setdefault(self._any_accumulation(candidate) or self.settings(candidate), []).append(candidate)
+        found: dict[Candidate, MemoryPeak] = {}
+        for settings, alike in by_settings.items():
+            peaks = self._estimate(settings).curve.peaks([candidate.per_device_batch for candidate in alike])
+            found.update((candidate, self._adjusted(peak, candidate)) for candidate, peak in zip(alike, peaks, strict=True))
+        return tuple(found[candidate] for candidate in candidates)
 
     def nearest_device_bytes(self, candidate: Candidate, batches: Sequence[int]) -> tuple[int, ...]:
         """The same for many batch sizes, quickly and to a few per mille; the candidate's settings must be traced."""
@@ -146,6 +181,7 @@ class Pricing:
             accumulation=1 if self._small_gradients else min(candidate.accumulation, 2),
             optim=candidate.optim or self.base.optim,
             attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
+            fused_loss=candidate.use_liger_kernel,
         )
 
     # ------------------------------------------------------------------------------------------ traces
@@ -153,13 +189,22 @@ class Pricing:
     def expect(self, candidate: Candidate) -> None:
         """This one will be asked for: an estimator that can trace beside us may begin."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start(self.workload, self.settings(candidate))
+            self.estimator.start(*self._traced_as(self.settings(candidate)))
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates:
             self.progress(f"tracing {self.workload.name}: {_words(settings)}")
-            self._estimates[settings] = self.estimator(self.workload, settings)
+            self._estimates[settings] = self.estimator(*self._traced_as(settings))
         return self._estimates[settings]
+
+    def _traced_as(self, settings: StepSettings) -> tuple[Workload, StepSettings]:
+        """Another attention is another model: it is built with it, and its batches may look different."""
+        name = settings.attn_implementation
+        if name is None or self.with_attention is None:
+            return self.workload, settings
+        if name not in self._workloads:
+            self._workloads[name] = self.with_attention(name)
+        return self._workloads[name], replace(settings, attn_implementation=None)
 
     def _any_accumulation(self, candidate: Candidate) -> StepSettings | None:
         settings = self.settings(candidate)
@@ -185,9 +230,16 @@ class Pricing:
 
     def _limit(self, settings: StepSettings) -> int | None:
         if settings not in self._limits:
-            held = 4 * self.workload.trainable_parameters if self._small_gradients else 0
-            self._limits[settings] = self._estimate(settings).curve.largest_batch(self.budget_bytes - self.offset_bytes - held)
+            self._limits[settings] = self._largest(settings, -4 * self.workload.trainable_parameters if self._small_gradients else 0)
         return self._limits[settings]
+
+    def _largest(self, settings: StepSettings, more_bytes: int, share: float = 1.0) -> int | None:
+        """The largest batch by this trace, with so many bytes more than the budget and where only this share of what it takes counts."""
+        curve = self._estimate(settings).curve
+        room = int((self.budget_bytes - self.offset_bytes + more_bytes) / share) - curve.context_bytes
+        if self._correction is not None:
+            room = self._correction.predicted_room_bytes(room)
+        return curve.largest_batch(room + curve.context_bytes)
 
     def _gradient_bytes(self, settings: StepSettings) -> int:
         breakdown = self._estimates[settings].curve.peak(1).breakdown
@@ -197,11 +249,11 @@ class Pricing:
 def _words(settings: StepSettings) -> str:
     parts: list[str] = [settings.precision]
     if settings.checkpointing.on:
-        parts.append(
-            "checkpointing"
-            if settings.checkpointing.every_n_layers == 1
-            else f"checkpointing each {settings.checkpointing.every_n_layers}. layer"
-        )
+        parts.append(f"checkpointing {settings.checkpointing.which_layers}")
     if settings.accumulation > 1:
         parts.append("accumulation")
+    if settings.fused_loss:
+        parts.append("fused loss")
+    if settings.attn_implementation is not None:
+        parts.append(settings.attn_implementation)
     return ", ".join(parts)

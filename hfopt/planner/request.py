@@ -15,7 +15,7 @@ from hfopt.hardware.detect import detect, named
 from hfopt.schema import DataSpec, Hardware, Task, TrainJob, Workload
 from hfopt.units import GIB, parse_rate
 
-ALLOWABLE = ("optim", "torch_compile", "accumulation")
+ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
 LrScaling = Literal["none", "sqrt", "linear"]
 Progress = Callable[[str], None]
 LINKS = ("nvlink", "pcie", "network")
@@ -44,6 +44,7 @@ class Request:
     link: str | None = None  # nvlink, pcie or network, with a rate or without: network:400Gbit/s
     engine: str | None = None  # a name of `planner.engines`; None: the cheapest that fits
     model_parallel: int = 1  # ranks that share their samples: tensor, sequence, context parallel
+    own_process: bool = False  # nothing else here needs transformers whole, so it may be imported lean
 
     def __post_init__(self) -> None:
         unknown = sorted(self.allow - set(ALLOWABLE))
@@ -116,8 +117,11 @@ def hardware_of(request: Request) -> Hardware:
     return found
 
 
-def from_file(path: Path, request: Request) -> Subject:
-    """The config, repaired where the installed transformers would refuse it, with its model and data."""
+def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardware], None] = lambda job, hardware: None) -> Subject:
+    """The config, repaired where the installed transformers would refuse it, with its model and data.
+
+    `known` hears of the job before the model is looked at, which takes seconds of importing.
+    """
     hardware = hardware_of(request)
     devices = max(1, len(hardware.gpus)) * request.nodes
     world = _data_parallel(devices, request.model_parallel)
@@ -136,6 +140,11 @@ def from_file(path: Path, request: Request) -> Subject:
     job = asked(loaded.job, request)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
+    known(job, hardware)
+    if request.own_process:
+        from hfopt.workload.lean import spare_scipy
+
+        spare_scipy()
     return Subject(job=job, workload=workload_of(job), hardware=hardware, loaded=loaded, repairs=repairs)
 
 

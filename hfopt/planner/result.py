@@ -85,7 +85,7 @@ class Plan:
             "changes": [{"key": c.key, "before": c.before, "after": c.after, "reason": c.reason} for c in facts.changes],
             "before": _chosen(facts.before),
             "after": _chosen(facts.after),
-            "verified": None if facts.trial is None else {**dataclasses.asdict(facts.trial)},
+            "verified": _verified(facts),
             "alternatives": [
                 {
                     **_settings(p.candidate),
@@ -110,6 +110,23 @@ def device_name(facts: PlanFacts) -> str:
     return gpu.name if count == 1 else f"{count} × {gpu.name}"
 
 
+def _verified(facts: PlanFacts) -> dict[str, Any] | None:
+    """What was measured, and beside it what was predicted for the same candidate; an error is predicted over measured, less one."""
+    if facts.trial is None:
+        return None
+    measured = dataclasses.asdict(facts.trial)
+    found = facts.correction
+    if found is None:
+        return measured
+    return {
+        **measured,
+        "predicted_reserved_bytes": found.predicted_reserved_bytes,
+        "predicted_step_s": found.predicted_step_s,
+        "memory_error": found.memory_error,
+        "time_error": found.time_error,
+    }
+
+
 def _settings(candidate: Candidate) -> dict[str, Any]:
     return {
         "per_device_batch": candidate.per_device_batch,
@@ -118,6 +135,8 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
         "checkpointing_every_n_layers": candidate.checkpointing.every_n_layers,
         "optim": candidate.optim,
         "torch_compile": candidate.torch_compile,
+        "use_liger_kernel": candidate.use_liger_kernel,
+        "attn_implementation": candidate.attn_implementation,
     }
 
 

@@ -15,7 +15,6 @@ from hfopt.config.step import precision_of
 from hfopt.estimate.step_time import Ranks
 from hfopt.planner.request import Subject
 from hfopt.schema import Gpu, Sharding
-from hfopt.workload.recipe import Recipe, weights_dtype
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
@@ -46,6 +45,8 @@ def hidden_size(subject: Subject) -> int | None:
 
 def weight_bytes(subject: Subject) -> int:
     """Of one weight as it is stored while training."""
+    from hfopt.workload.recipe import Recipe, weights_dtype
+
     recipe = subject.workload.build_model
     half = isinstance(recipe, Recipe) and str(weights_dtype(recipe.spec, recipe.config)) in ("torch.bfloat16", "torch.float16")
     return 2 if half else 4

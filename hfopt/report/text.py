@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hfopt.schema import Candidate, Change, Chosen, MemoryPeak, PlanFacts, Priced, Trial
+from hfopt.schema import Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
 RUNNERS_UP = 4
 REJECTED = 4
+TIE = 0.01  # as the search's ranking has it: times closer than this are equal
 
 
 def plan_text(facts: PlanFacts) -> str:
@@ -93,9 +94,14 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
         yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data.samples)}"
     gain = facts.after.time.samples_per_s / facts.before.time.samples_per_s
     if facts.before.fits:
-        yield "good", f"  {gain:.2f} times the throughput"
-    if facts.trial is not None and facts.trial.step_s is not None:
-        yield "good", f"  measured {format_seconds(facts.trial.step_s)} a step on {place_words(facts.trial)}"
+        yield "good", f"  {gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "  as fast as before"
+    found = facts.correction
+    if found is not None and found.measured_step_s is not None and facts.trial is not None:
+        samples = found.candidate.per_device_batch * found.candidate.accumulation
+        rate = format_rate(samples / found.measured_step_s, "samples")
+        took = format_seconds(found.measured_step_s)
+        yield "good", f"  measured on {place_words(facts.trial)}: {took} a step, {rate}"
+        yield "soft", f"          predicted {format_seconds(found.predicted_step_s or 0.0)} a step{_off(found.time_error)}"
 
 
 def _speed_words(chosen: Chosen, samples: int | None) -> str:
@@ -123,7 +129,7 @@ def _memory(facts: PlanFacts) -> Iterator[Line]:
         yield "plain" if chosen.fits else "bad", f"  {name:<7} {format_bytes(memory.device_bytes)} at batch {memory.batch}{fits}"
     yield from _breakdown(facts.after.memory)
     if facts.trial is not None:
-        yield from _tried(facts.trial)
+        yield from _tried(facts.trial, facts.correction)
     else:
         yield "soft", "          not verified on a device"
 
@@ -147,7 +153,7 @@ def _breakdown(memory: MemoryPeak) -> Iterator[Line]:
         yield "soft", f"          the peak is in {memory.moment}"
 
 
-def _tried(trial: Trial) -> Iterator[Line]:
+def _tried(trial: Trial, correction: Correction | None) -> Iterator[Line]:
     if trial.outcome != "ok":
         yield "bad", f"  the dry run on {place_words(trial)} ended with {trial.outcome}: {trial.message or 'no message'}"
         return
@@ -155,6 +161,17 @@ def _tried(trial: Trial) -> Iterator[Line]:
     words = ", ".join(f"{format_bytes(size)} {name}" for name, size in figures.items() if size is not None)
     how = "rehearsed" if trial.device == "virtual" else "measured"
     yield "good", f"  {how} on {place_words(trial)}: {words}"
+    if correction is None or correction.predicted_reserved_bytes is None:
+        return
+    predicted = format_bytes(correction.predicted_reserved_bytes)
+    yield "soft", f"          predicted {predicted} reserved{_off(correction.memory_error)}"
+
+
+def _off(error: float | None) -> str:
+    """How far a prediction was from the measurement."""
+    if error is None:
+        return ""
+    return f": {format_percent(abs(error))} too {'much' if error > 0 else 'little'}" if abs(error) >= 0.0005 else ": met"
 
 
 def place_words(trial: Trial) -> str:
@@ -169,26 +186,44 @@ def candidate_words(candidate: Candidate) -> str:
         parts.append(candidate.optim)
     if candidate.torch_compile:
         parts.append("torch.compile")
+    if candidate.use_liger_kernel:
+        parts.append("liger")
+    if candidate.attn_implementation:
+        parts.append(candidate.attn_implementation)
     return " ".join(parts)
 
 
 def _others(facts: PlanFacts) -> Iterator[Line]:
-    if facts.alternatives:
+    runners_up, refused = facts.alternatives[:RUNNERS_UP], facts.rejected[:REJECTED]
+    named = [*(other.candidate for other in runners_up), *(rejection.candidate for rejection in refused)]
+    width = max((len(candidate_words(candidate)) for candidate in named), default=0)
+    if runners_up:
         yield "title", "Runners-up"
-    for other in facts.alternatives[:RUNNERS_UP]:
-        yield "plain", f"  {candidate_words(other.candidate):<34} {why_not(other, facts)}"
+    for other in runners_up:
+        yield "plain", f"  {candidate_words(other.candidate):<{width}}  {why_not(other, facts)}"
     if facts.rejected:
         more = f" ({REJECTED} of {len(facts.rejected)})" if len(facts.rejected) > REJECTED else ""
         yield "title", f"Rejected{more}"
-    for rejection in facts.rejected[:REJECTED]:
-        yield "plain", f"  {candidate_words(rejection.candidate):<34} {rejection.reason}"
+    for rejection in refused:
+        yield "plain", f"  {candidate_words(rejection.candidate):<{width}}  {rejection.reason}"
 
 
 def why_not(other: Priced, facts: PlanFacts) -> str:
+    """In samples per second, as the rates are: both are fed by the same loader."""
     winner = facts.after
-    base = winner.time.step_s * (1 - winner.time.shares.get("input", 0.0))  # without the loader, as the others are priced
-    slower = other.time.step_s / base - 1
+    slower = 1 - other.time.samples_per_s / winner.time.samples_per_s
     rate = format_rate(other.time.samples_per_s, "samples")
-    if slower <= 0.01:
-        return f"{rate}: as fast within 1 %, but more accumulation, checkpointing or a less even batch"
+    if slower <= TIE:
+        return f"{rate}: within {format_percent(TIE)}, which no prediction tells apart; {_why_not_equal(other.candidate, winner.candidate)}"
     return f"{rate}: {format_percent(slower)} slower, {other.time.bound}-bound, {format_bytes(other.memory.device_bytes)}"
+
+
+def _why_not_equal(other: Candidate, winner: Candidate) -> str:
+    """What the order among equals says, in its own order."""
+    if other.accumulation > winner.accumulation:
+        return "more accumulation steps"
+    if other.per_device_batch % 8 and not winner.per_device_batch % 8:
+        return "its batch is no multiple of 8"
+    if other.checkpointing.on and not winner.checkpointing.on:
+        return "recomputes what fits without"
+    return "changes more of the config"

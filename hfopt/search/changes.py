@@ -14,6 +14,16 @@ LOADER_KEYS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataload
 PYTORCH_PREFETCH = 2  # torch.utils.data.DataLoader with workers, when nothing is said
 CHECKPOINTING_KEYS = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 
+LIGER_REASON = (
+    "head and loss in slices, so the logits never exist whole; allowed by --allow use_liger_kernel. An estimate: the slices are traced in "
+    "plain operations, liger's own kernels are not, and what its other kernels save comes on top"
+)
+ATTENTION_REASONS = {
+    "sdpa": "the same attention without the matrix of scores in memory, allowed by --allow attn_implementation",
+    "flash_attention_2": "cuts the padding out and keeps no matrix of scores, allowed by --allow attn_implementation. An estimate: priced "
+    "as PyTorch's own flash kernel",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -99,8 +109,7 @@ def _checkpointing(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
         if "gradient_checkpointing_kwargs" in setting.args:
             yield "gradient_checkpointing_kwargs", None, "without checkpointing it says nothing"
         return
-    every = "every layer" if chosen.every_n_layers == 1 else f"each {chosen.every_n_layers}. layer"
-    yield "gradient_checkpointing", True, f"recomputing {every} costs less time than the smaller batch it saves from"
+    yield "gradient_checkpointing", True, f"recomputing {chosen.which_layers} costs less time than the smaller batch it saves from"
     options: dict[str, Any] = {"use_reentrant": chosen.use_reentrant}
     if chosen.every_n_layers > 1:
         options["every_n_layers"] = chosen.every_n_layers
@@ -113,6 +122,10 @@ def _others(outcome: Outcome) -> Iterator[Wanted]:
         yield "optim", chosen.optim, "the same update in fewer kernels, allowed by --allow optim"
     if chosen.torch_compile:
         yield "torch_compile", True, "fuses the memory-bound kernels, allowed by --allow torch_compile"
+    if chosen.use_liger_kernel:
+        yield "use_liger_kernel", True, LIGER_REASON
+    if chosen.attn_implementation is not None:
+        yield "attn_implementation", chosen.attn_implementation, ATTENTION_REASONS[chosen.attn_implementation]
     if outcome.learning_rate is not None:
         yield "learning_rate", *outcome.learning_rate
     if outcome.eval_batch is not None:

@@ -1,0 +1,56 @@
+"""The winner is tried, and what was measured corrects the curve for this job: where that moves a limit, the search is asked again.
+
+A measured peak above the budget rules the winner out although it ran; one below what was predicted may let a larger batch in, which is
+then tried as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hfopt.planner.pricing import Pricing
+from hfopt.planner.trials import Run, Tried, tried
+from hfopt.schema import Candidate, Correction, StepTime
+from hfopt.search.best import Found
+
+CLOSE_ENOUGH = 0.01  # an estimate this near to the measurement stands: the next limit would move by less than headroom is for
+MOST_ROUNDS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Confirmed:
+    found: Found
+    verdict: Tried
+    correction: Correction | None = None
+
+    @property
+    def winner(self) -> tuple[Candidate, StepTime]:
+        return self.found.ranked[self.verdict.chosen]
+
+
+def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: Run, *, timings: int) -> Confirmed:
+    """`search` makes the search again with the corrected pricing."""
+    state = _tried(found, pricing, run, timings)
+    for _ in range(MOST_ROUNDS):
+        error = state.correction.memory_error if state.correction is not None else None
+        if state.correction is None or error is None or abs(error) <= CLOSE_ENOUGH:
+            break
+        pricing.correct(state.correction)
+        again = search()
+        if not again.ranked:
+            break
+        if again.ranked[0][0] == state.winner[0]:
+            return replace(state, found=again, verdict=replace(state.verdict, chosen=0))
+        retried = _tried(again, pricing, run, timings)
+        runs = state.verdict.runs + retried.verdict.runs
+        failed = (*state.verdict.failed, *retried.verdict.failed)
+        state = replace(retried, verdict=replace(retried.verdict, runs=runs, failed=failed))
+    return state
+
+
+def _tried(found: Found, pricing: Pricing, run: Run, timings: int) -> Confirmed:
+    verdict = tried(found.ranked, run, timings=timings)
+    trial = verdict.trial
+    correction = pricing.compare(trial) if trial is not None and trial.outcome == "ok" else None
+    return Confirmed(found=found, verdict=verdict, correction=correction)

@@ -1,0 +1,96 @@
+"""Where a winner can be tried, and the child that is ready before the winner is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hfopt.errors import VirtualGpuError
+from hfopt.planner import tryout
+from hfopt.planner.tryout import Tryout, where_to_try
+from hfopt.schema import Candidate, DataSpec, Gpu, Hardware, Host, ModelSpec, TrainJob, Trial
+from hfopt.units import GIB
+
+HOST = Host(cores=2, ram_bytes=GIB, ram_free_bytes=GIB)
+CARD = Gpu(name="card", memory_bytes=8 * GIB, capability=(8, 6), sms=46)
+HERE = Hardware(gpus=(CARD,), host=HOST)
+ELSEWHERE = replace(HERE, hypothetical=True)
+JOB = TrainJob(
+    path="c.yaml", section=(), trainer="Trainer", args={}, model=ModelSpec(name="m"), data=DataSpec(), per_device_batch=8, accumulation=1
+)
+PLAIN = Candidate(per_device_batch=8, accumulation=1, precision="bf16")
+
+
+class FakePrepared:
+    started: list[FakePrepared] = []  # noqa: RUF012 - the list is the test's record
+
+    def __init__(self, job: TrainJob, **options: Any) -> None:
+        self.options, self.closed, self.asked = options, False, 0
+        FakePrepared.started.append(self)
+
+    def run(self, candidate: Candidate) -> Trial:
+        self.asked += 1
+        return Trial(device="virtual", candidate=candidate, outcome="ok")
+
+    def close(self) -> None:
+        self.closed = True
+
+    def __enter__(self) -> FakePrepared:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@pytest.fixture(autouse=True)
+def no_real_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakePrepared.started = []
+    monkeypatch.setattr(tryout, "Prepared", FakePrepared)
+    monkeypatch.setattr(tryout, "available", lambda: None)
+
+
+def test_where() -> None:
+    assert where_to_try(JOB, HERE) == "cuda"
+    assert where_to_try(JOB, replace(HERE, gpus=())) == "cpu"
+    assert where_to_try(JOB, ELSEWHERE) == "virtual"
+    assert where_to_try(JOB, replace(ELSEWHERE, gpus=(replace(CARD, capability=None),))) is None
+    assert where_to_try(JOB, replace(ELSEWHERE, gpus=(replace(CARD, vendor="amd"),))) is None
+    assert where_to_try(replace(JOB, world_size=2), HERE) is None
+
+
+def test_the_child_is_started_before_the_winner_is_known_and_serves_one() -> None:
+    with Tryout(lambda text: None) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+        assert len(FakePrepared.started) == 1 and FakePrepared.started[0].asked == 0
+        for _ in range(2):
+            trial = trying(PLAIN)
+            assert trial is not None and trial.outcome == "ok"
+    assert [(child.asked, child.closed) for child in FakePrepared.started] == [(1, True), (1, True)]
+    assert FakePrepared.started[0].options["context_bytes"] > 0
+
+
+def test_a_child_that_was_not_asked_is_ended() -> None:
+    with Tryout(lambda text: None) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+    assert [(child.asked, child.closed) for child in FakePrepared.started] == [(0, True)]
+
+
+def test_what_the_virtual_gpu_cannot_run_is_said() -> None:
+    with Tryout(lambda text: None) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+        assert trying(replace(PLAIN, use_liger_kernel=True)) is None
+        assert trying.note is not None and "liger-kernel" in trying.note
+        assert trying(replace(PLAIN, attn_implementation="flash_attention_2")) is None
+        assert trying(replace(PLAIN, attn_implementation="sdpa")) is not None
+
+
+def test_a_virtual_gpu_that_cannot_be_built_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise VirtualGpuError("gcc said no")
+
+    monkeypatch.setattr(tryout, "Prepared", fails)
+    trying = Tryout(lambda text: None)
+    trying.prepare(JOB, ELSEWHERE)
+    assert trying(PLAIN) is None and trying.note == "not rehearsed: gcc said no"
