@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.context import LOADED_KERNELS_BYTES, context_bytes
 from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import TRACED_BATCHES, MemoryCurve
@@ -24,7 +25,7 @@ from hfopt.estimate.timeline import combine
 from hfopt.units import MIB
 from hfopt.workload.table import architectures
 
-ITERATIONS = 3
+ITERATIONS = 4
 TORCH = (2, 6)  # what the rows were measured with
 CARDS = {"RTX 3060": ((8, 6), 28), "RTX 4060": ((8, 9), 24), "A100-SXM4-40GB": ((8, 0), 108)}
 UNKNOWN_CARD = ((8, 6), 28)
@@ -156,7 +157,8 @@ def main() -> None:
         batch, total = int(row["batch_size"]), float(row["gpu_total_mib"])
         capability, multiprocessors = CARDS.get(row["gpu"], UNKNOWN_CARD)
         room = int(total * MIB) - context_bytes(capability, multiprocessors=multiprocessors)
-        free, capped = curve.replay(batch), curve.replay(batch, capacity_bytes=room)
+        options = AllocatorOptions(torch_version=TORCH)
+        free, capped = curve.replay(batch, options), curve.replay(batch, options, capacity_bytes=room)
         answer = {
             "allocated_mib": free.allocated_bytes / MIB,
             "reserved_mib": free.reserved_bytes / MIB,

@@ -18,6 +18,7 @@ _SMALL_SEGMENT = 2 * MIB
 _LARGE_SEGMENT = 20 * MIB
 _MIN_LARGE = 10 * MIB
 _ROUND_LARGE = 2 * MIB
+_OLDEST_SEGMENT_FIRST = (2, 13)  # the version of PyTorch; seen in 2.15
 
 
 class OutOfMemory(Exception):  # noqa: N818 - a verdict of the simulation, not a failure
@@ -162,8 +163,9 @@ class CachingAllocator:
         return tail
 
     def _next_segment(self, size: int) -> _Segment:
-        """Of equal blocks the one at the lower address is taken, and the driver hands out addresses downwards."""
-        self._segments -= 1
+        """Of equal blocks the one of the oldest segment is taken (pytorch#183591); before 2.13 the one at the lowest address, and the
+        driver hands out addresses downwards."""
+        self._segments += 1 if self.options.torch_version >= _OLDEST_SEGMENT_FIRST else -1
         return _Segment(self._segments, size)
 
     def _fits(self, size: int) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hfopt.errors import ConfigError
+from hfopt.estimate.torch_version import installed_torch
 from hfopt.units import MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AllocatorOptions:
-    """The allocator's settings; the defaults are PyTorch's."""
+    """The allocator's settings, and whose allocator it is; the defaults are those of the installed PyTorch."""
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
     garbage_collection_threshold: float | None = None
     roundup_power2_divisions: int | None = None
+    torch_version: tuple[int, int] = field(default_factory=installed_torch)
 
 
 def parse_alloc_conf(text: str | None) -> AllocatorOptions:

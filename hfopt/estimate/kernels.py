@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from hfopt.estimate.formulas import Formula, constant
+from hfopt.estimate.torch_version import installed_torch
 from hfopt.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Kernels:
         self.capability = capability
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
         self.threads = _THREADS.get(capability, 2048)
-        self.torch_version = torch_version or _installed_torch()
+        self.torch_version = torch_version or installed_torch()
         # getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
         self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
 
@@ -67,10 +68,3 @@ class Kernels:
         if self.torch_version >= (2, 15) or self.torch_version < (2, 9):
             return [constant(MIB)]
         return self.workspace() if self.torch_version >= (2, 11) else [Kept("cublaslt", MIB)]
-
-
-def _installed_torch() -> tuple[int, int]:
-    import torch
-
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)

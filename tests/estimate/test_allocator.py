@@ -93,3 +93,20 @@ def test_garbage_is_collected_above_the_threshold() -> None:
     allocator.free(0)
     allocator.allocate(1, 130 * MIB)
     assert allocator.reserved == 130 * MIB
+
+
+@pytest.mark.parametrize(("version", "fits"), [((2, 15), True), ((2, 6), False)])
+def test_of_equal_blocks_the_oldest_or_the_newest_segment_serves(version: tuple[int, int], fits: bool) -> None:
+    allocator = CachingAllocator(AllocatorOptions(torch_version=version), capacity_bytes=55 * MIB)
+    allocator.allocate(0, 30 * MIB)
+    allocator.allocate(1, 20 * MIB)
+    allocator.free(0)
+    allocator.allocate(2, 10 * MIB)  # of the first segment 20 MiB are left, as many as the second has
+    allocator.free(1)
+    allocator.allocate(3, 20 * MIB)
+    if fits:  # taken from the first: the second can be given back
+        allocator.allocate(4, 24 * MIB)
+        assert allocator.reserved == 54 * MIB
+    else:
+        with pytest.raises(OutOfMemory):
+            allocator.allocate(4, 24 * MIB)
