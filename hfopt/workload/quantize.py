@@ -3,9 +3,10 @@
 Each linear layer but the output head is replaced by one that holds what bitsandbytes holds and makes the temporaries it makes:
   4-bit: two weights in a byte; one float32 scale per 64 weights, or with double quantization one byte per 64 and one float32 per 256 of
          those; forward and backward each unpack the whole weight into the dtype it had, and cast that to the compute dtype.
-  8-bit: one byte a weight and a float32 scale per row; forward quantizes its input to int8 row by row and keeps the input for backward;
-         backward unpacks the whole weight.
-This rests on reading bitsandbytes (MatMul4Bit, MatMul8bitLt, QuantState), not on a measurement. The unpacked values are a constant: shapes,
+  8-bit: one byte a weight and a float32 scale per row; forward quantizes its input, as float16, to int8 row by row and keeps the input
+         for backward; backward unpacks the whole weight.
+The 4-bit bytes are those bitsandbytes 0.50.2 makes on the CPU (QuantState); what a step takes besides is read in its MatMul4Bit and
+MatMul8bitLt, not measured. The unpacked values are a constant: shapes,
 types and lifetimes are right, losses mean nothing. The outlier columns of 8-bit (few, and known only at run time) are left out.
 """
 
@@ -88,8 +89,10 @@ class _MatMul8bit(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        quantized = torch.zeros_like(rows, dtype=torch.int8)
+        half = rows.to(torch.float16)
+        quantized = torch.zeros_like(half, dtype=torch.int8)
         scales = torch.zeros(rows.shape[0], device=x.device)
+        del half
         products = torch.zeros(rows.shape[0], weight.shape[0], dtype=torch.int32, device=x.device)
         output = products.to(x.dtype)
         del quantized, scales, products
