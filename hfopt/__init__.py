@@ -6,7 +6,14 @@ The public names are resolved on first use, so that `import hfopt` imports neith
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # so that an editor knows what the names are
+    from hfopt.planner import Plan as Plan
+    from hfopt.planner import Request as Request
+    from hfopt.planner import plan as plan
+    from hfopt.runtime.fallback import protect as protect
+    from hfopt.runtime.monitor import HFGpuMonitor as HFGpuMonitor
 
 __version__ = "0.1.0"
 

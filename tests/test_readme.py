@@ -1,7 +1,9 @@
 """What the README shows is what the code does: every `$ hfopt …` block is run again and must print the same.
 
-The figures depend on the model code that is traced, so they are compared to the letter with the versions the README names, and without the
-figures on others. `HFOPT_UPDATE_README=1 pytest tests/test_readme.py` writes the current output into the README instead.
+The table of figures is the one at the top of benchmarks/RESULTS.md, whose sections must state each of them.
+
+The figures of a plan depend on the model code that is traced, so they are compared to the letter with the versions the README names, and
+without the figures on others. `HFOPT_UPDATE_README=1 pytest tests/test_readme.py` writes the current output into the README instead.
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"^```console\n\$ (?P<command>[^\n]+)\n(?P<output>.*?)^```$", re.M | re.S)
 VERSIONS = re.compile(r"torch [\w.+]+ and transformers [\w.]+")
 BLOCKS = list(BLOCK.finditer(README.read_text()))
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+FIGURES = re.compile(r"(?<=<!-- figures -->\n).*?(?=<!-- /figures -->)", re.S)
+UPDATE = os.environ.get("HFOPT_UPDATE_README") == "1"
 
 
 def _shown(command: str) -> str:
@@ -47,6 +52,29 @@ def test_the_readme_shows_commands() -> None:
     assert len(BLOCKS) >= 3
 
 
+def _at_a_glance() -> tuple[str, str]:
+    """The table, and all that follows it."""
+    text = RESULTS.read_text().partition("## At a glance\n")[2]
+    table = "".join(f"{line}\n" for line in text.partition("\n## ")[0].splitlines() if line.startswith("|"))
+    return table, text.partition("\n## ")[2]
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    table, _ = _at_a_glance()
+    if UPDATE:
+        README.write_text(FIGURES.sub(lambda _: table, README.read_text()))
+    assert FIGURES.findall(README.read_text()) == [table], "HFOPT_UPDATE_README=1 pytest tests/test_readme.py takes them over"
+
+
+def test_every_figure_at_a_glance_is_stated_where_it_was_measured() -> None:
+    table, sections = _at_a_glance()
+    cells = [cell for row in table.splitlines()[2:] for cell in row.split("|")[2:4]]
+    figures = [figure for cell in cells for figure in re.findall(r"\d[\d.,]*\d|\d", cell)]
+    assert len(figures) > 10
+    for figure in figures:
+        assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d]|[.,]\d)", sections), f"{figure} stands in no section of RESULTS.md"
+
+
 def _first_line_without_figures(text: str) -> str:
     return re.sub(r"[\d.,]+", "#", text.splitlines()[0])
 
@@ -55,7 +83,7 @@ def _first_line_without_figures(text: str) -> str:
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block["command"][:60])
 def test_the_readme_is_not_stale(block: re.Match[str]) -> None:
     shown, installed = _shown(block["command"]), f"torch {version('torch')} and transformers {version('transformers')}"
-    if os.environ.get("HFOPT_UPDATE_README") == "1":
+    if UPDATE:
         text = README.read_text().replace(block[0], f"```console\n$ {block['command']}\n{shown}```")
         README.write_text(VERSIONS.sub(installed, text))
     elif installed in README.read_text():

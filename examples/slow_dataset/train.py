@@ -15,13 +15,13 @@ import hfopt
 
 
 class RemoteReviews(torch.utils.data.Dataset):
-    """Each sample comes over a slow line: 4 milliseconds of waiting."""
+    """Each sample comes over a slow line: 10 milliseconds of waiting."""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        time.sleep(0.004)
+        time.sleep(0.01)
         ids = torch.randint(3, 1000, (32,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": ids, "labels": index % 2}
 
@@ -40,8 +40,8 @@ def arguments(folder: Path) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=16,
-        max_steps=60,
-        logging_steps=15,
+        max_steps=40,
+        logging_steps=10,
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

@@ -18,6 +18,7 @@ from hfopt.errors import ConfigError
 if TYPE_CHECKING:
     from hfopt.planner import Plan, Request
 
+STDOUT = Path("-")
 STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "bold red"}
 
 
@@ -50,7 +51,9 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Try the result on the device where it is here.")] = True,
     trust_remote_code: TrustRemoteCode = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there (- for stdout).")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
     as_diff: Annotated[bool, typer.Option("--diff", help="Print the reasons and a diff (as patch reads it) instead of the YAML.")] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
@@ -66,8 +69,9 @@ def plan(
       hfopt plan train.yaml --keep per_device_train_batch_size --allow optim
       hfopt plan train.yaml --effective-batch 256 --lr-scaling sqrt
     """
-    if json_file == Path("-") and output is None:
-        raise ConfigError("--json - and the YAML both go to stdout", hint="add -o FILE for the YAML")
+    on_stdout = [name for name, file in (("--json -", json_file), ("--html -", html_file)) if file == STDOUT]
+    if len(on_stdout) == 2 or (on_stdout and output is None):
+        raise ConfigError(f"{' and '.join([*on_stdout, 'the YAML'][:2])} both go to stdout", hint="give a file: -o FILE for the YAML")
     options: dict[str, Any] = {
         "gpu": gpu,
         "vram_gib": vram,
@@ -96,11 +100,11 @@ def plan(
     write_out(_diff(made, config, edited.data) if as_diff else edited.data, output)
     if json_file is not None:
         text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
-        write_out(text.encode(), None if json_file == Path("-") else json_file)
+        write_out(text.encode(), None if json_file == STDOUT else json_file)
     if html_file is not None:
         from hfopt.report.plan_page import plan_page
 
-        write_out(plan_page(made.facts, made.charts), html_file)
+        write_out(plan_page(made.facts, made.charts), None if html_file == STDOUT else html_file)
 
 
 def _with_deepspeed_beside(made: Plan, output: Path | None) -> Plan:

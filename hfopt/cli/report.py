@@ -19,7 +19,9 @@ def report(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run with HFGpuMonitor, or its monitor.jsonl.")],
     after: Annotated[Path | None, typer.Argument(metavar="RUN_DIR2", help="A second run: shows before and after.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
-    html_file: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts there.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts there (- for stdout, instead).")
+    ] = None,
 ) -> None:
     """Tell how a run went and what held it back. Pace, where the time went, memory.
 
@@ -35,7 +37,9 @@ def report(
     first = history.load(run)
     second = history.load(after) if after is not None else None
     if html_file is not None:
-        write_out(_page(first, second), html_file)
+        write_out(_page(first, second), None if html_file == Path("-") else html_file)
+        if html_file == Path("-"):
+            return
     if as_json:
         facts = history.as_json(first)
         if second is not None:

@@ -52,6 +52,8 @@ def test_report_as_a_page(run_dir: Path, tmp_path: Path) -> None:
     assert runner.invoke(app, ["report", str(run_dir), str(run_dir), "--html", str(two)]).exit_code == 0
     assert "BertModel on cuda" in one.read_text() and "Before and after" in two.read_text()
     assert isinstance(runner.invoke(app, ["report", str(run_dir), "--html", str(tmp_path / "no" / "x.html")]).exception, HfoptError)
+    shown = runner.invoke(app, ["report", str(run_dir), "--html", "-"]).stdout
+    assert shown.startswith("<!doctype html>") and shown.endswith("</html>")
 
 
 def test_report_of_nothing_is_an_error_with_a_hint(tmp_path: Path) -> None:
