@@ -36,7 +36,7 @@ def build(folder: Path) -> Trainer:
         output_dir=str(folder),
         per_device_train_batch_size=64,
         gradient_accumulation_steps=2,
-        max_steps=4,
+        max_steps=2,
         logging_steps=1,
         save_strategy="no",
         report_to=[],

@@ -74,6 +74,9 @@ else for (const chart of charts) chart.textContent = 'The charts need a browser 
 """
 
 
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"  # what is in the page, and no address at all
+
+
 def figure() -> Figure:
     """An empty chart in the page's style."""
     try:
@@ -153,6 +156,7 @@ def page(title: str, *pieces: str) -> bytes:
     library = f'<script type="application/octet-stream" id="plotly">{_packed_plotly()}</script>' if 'class="chart"' in body else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><h1>{html.escape(title)}</h1>{body}{library}<script>{_DRAW}</script></body></html>"
     ).encode(errors="replace")  # a log may hold half a character

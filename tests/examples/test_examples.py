@@ -12,13 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
-REHEARSE = ("-m", "hfopt", "rehearse", "--gpu")
 
 
-def run(*command: str, code: int = 0) -> str:
+def run(*command: str) -> str:
     """What it printed for people and for programs."""
     result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert result.returncode == code, result.stderr[-3000:]
+    assert result.returncode == 0, result.stderr[-3000:]
     assert "Traceback" not in result.stderr
     return result.stdout + result.stderr
 
@@ -103,9 +102,8 @@ def test_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 def test_rehearse_a100() -> None:
-    command = ("--", sys.executable, "examples/rehearse_a100/train.py", "--batch")
-    assert "fits" in run(*REHEARSE, "a100-40gb", *command, "32")
-    assert "out of memory" in run(*REHEARSE, "rtx 3060", "--steps", "1", *command, "64", code=3)
+    text = run("-m", "hfopt", "rehearse", "--gpu", "a100-40gb", "--", sys.executable, "examples/rehearse_a100/train.py", "--batch", "32")
+    assert 15 < number(r"fits: 3 steps rehearsed; (\S+) GiB of 39.50 GiB stay free", text) < 30
 
 
 @pytest.mark.slow

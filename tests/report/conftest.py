@@ -46,6 +46,7 @@ const errors = [];
 addEventListener('error', e => errors.push(String(e.message)), true);
 console.error = (...words) => errors.push(words.join(' '));
 addEventListener('unhandledrejection', e => errors.push(String(e.reason)));
+addEventListener('securitypolicyviolation', e => errors.push(`${e.violatedDirective} ${e.blockedURI}`));
 const rgb = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
 const light = text => rgb(text).map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
   .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
