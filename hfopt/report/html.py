@@ -98,6 +98,21 @@ def figure() -> Figure:
     return go.Figure(layout=layout)
 
 
+class Layer(NamedTuple):
+    """One colour of a stacked area."""
+
+    name: str
+    colour: str
+    y: Sequence[float]
+
+
+def stack(drawn: Figure, x: Sequence[float], layers: Iterable[Layer], *, shape: str, hover: str) -> None:
+    """Areas upon each other; steps, because each value holds until the next (`hv`) or since the one before (`vh`)."""
+    for layer in layers:
+        style = {"width": 0.5, "color": layer.colour, "shape": shape}
+        drawn.add_scatter(x=x, y=layer.y, name=layer.name, stackgroup="all", mode="lines", line=style, hovertemplate=hover)
+
+
 def limit(drawn: Figure, y: float, text: str) -> None:
     """A line not to be crossed."""
     annotation = {"text": text, "font": {"color": PALETTE[3]}, "xanchor": "right", "yanchor": "bottom"}

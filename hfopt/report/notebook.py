@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from html import escape
-from typing import Any
 
-from hfopt.report.text import device_words
+from hfopt.report import html
+from hfopt.report.text import device_words, value_words
 from hfopt.schema import Chosen, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate
 
@@ -16,7 +15,7 @@ HEAD: Row = ("", "before", "after", "why")
 
 def rows(facts: PlanFacts) -> Iterator[Row]:
     for change in facts.changes:
-        yield change.key, _value(change.before), _value(change.after), change.reason
+        yield change.key, value_words(change.before), value_words(change.after), change.reason
     if not facts.changes:
         yield "settings", "as they are", "the same", "already the fastest that fit"
     before, after = facts.before, facts.after
@@ -26,9 +25,7 @@ def rows(facts: PlanFacts) -> Iterator[Row]:
 
 
 def plan_html(facts: PlanFacts) -> str:
-    head = "".join(f"<th>{cell}</th>" for cell in HEAD)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows(facts))
-    return f"<p>{escape(_title(facts))}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return html.paragraph(_title(facts)) + html.table(HEAD, rows(facts))
 
 
 def plan_markdown(facts: PlanFacts) -> str:
@@ -39,10 +36,6 @@ def plan_markdown(facts: PlanFacts) -> str:
 
 def _title(facts: PlanFacts) -> str:
     return f"{facts.job.model.name or 'The model'} on {device_words(facts)}, effective batch {facts.effective_batch}"
-
-
-def _value(value: Any) -> str:
-    return {None: "unset", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _rate(chosen: Chosen) -> str:

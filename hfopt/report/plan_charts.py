@@ -29,14 +29,15 @@ def over_step(charts: PlanCharts) -> Figure:
     points = charts.timeline
     drawn = html.figure()
     x = [100 * point.position for point in points]
-    for category, colour in _CATEGORIES.items():
-        y = [point.bytes_by_category.get(category, 0) / GIB for point in points]
-        if any(y):
-            style = {"width": 0.5, "color": colour, "shape": "hv"}
-            drawn.add_scatter(x=x, y=y, name=category, stackgroup="memory", mode="lines", line=style, hovertemplate="%{y:.2f} GiB")
+    layers = [
+        html.Layer(category, colour, [point.bytes_by_category.get(category, 0) / GIB for point in points])
+        for category, colour in _CATEGORIES.items()
+    ]
+    html.stack(drawn, x, [layer for layer in layers if any(layer.y)], shape="hv", hover="%{y:.2f} GiB")
     _total(drawn, x, points)
     for phase, begin, end in _phases(points):
-        drawn.add_vline(x=100 * begin, line={"width": 1, "color": html.PALETTE[7]}) if begin else None
+        if begin:
+            drawn.add_vline(x=100 * begin, line={"width": 1, "color": html.PALETTE[7]})
         note = {"x": 50 * (begin + end), "y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
         if end - begin > 0.08:
             drawn.add_annotation(text=html.in_chart(phase), **note)

@@ -113,12 +113,9 @@ def _band(drawn: Figure, x: list[float], run: RunView, line: Line, colour: str) 
 
 def where_time_went(run: RunView) -> Figure:
     drawn, clock = html.figure(), Clock.of([run])
-    for name, colour in _TIME_COLOURS.items():
-        shares = [100 * point.shares.get(name, 0.0) for point in run.points]
-        if max(shares) >= 0.5:
-            style = {"width": 0.5, "color": colour, "shape": "vh"}
-            y = [shares[0], *shares]
-            drawn.add_scatter(x=clock.edges(run), y=y, name=name, stackgroup="time", mode="lines", line=style, hovertemplate="%{y:.1f} %")
+    shares = {name: [100 * point.shares.get(name, 0.0) for point in run.points] for name in _TIME_COLOURS}
+    layers = [html.Layer(name, _TIME_COLOURS[name], [y[0], *y]) for name, y in shares.items() if max(y) >= 0.5]
+    html.stack(drawn, clock.edges(run), layers, shape="vh", hover="%{y:.1f} %")
     _finish(drawn, [run], clock, "% of the time")
     drawn.update_yaxes(range=[0, 100])
     return drawn
