@@ -30,7 +30,7 @@ class Journal:
         self._csv = CsvLog(path.with_suffix(".csv")) if csv else None
         self._note = RankFile(path.parent, rank) if world_size > 1 else None
         self._noted_s = float("-inf")
-        self._points: deque[dict[str, float | None]] = deque(maxlen=_POINTS)
+        self._points: deque[str] = deque(maxlen=_POINTS)  # as JSON already: each is written a hundred times
         self.state: dict[str, Any] = {"pid": os.getpid(), "step": 0, "max_steps": 0, "findings": [], "ended": False}
 
     @harmless("the log file")
@@ -59,12 +59,12 @@ class Journal:
     def live(self, sample: Sample | None, line: str, data_wait: float | None) -> None:
         """The file `hfopt watch` reads: replaced as a whole, so a reader never sees half of it."""
         if sample is not None:
-            self._points.append(point(sample, data_wait))
-        content = {"time": time.time(), **self.state, "status": line, "points": list(self._points)}
+            self._points.append(json.dumps(point(sample, data_wait)))
+        head = json.dumps({"time": time.time(), **self.state, "status": line})
         target = self.path.with_name(LIVE if self.rank == 0 else f"live.rank{self.rank}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_suffix(".tmp")
-        temporary.write_text(json.dumps(content))
+        temporary.write_text(f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
         temporary.replace(target)
 
     @harmless("the note for the first rank")
