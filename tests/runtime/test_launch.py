@@ -206,7 +206,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
     kernel = (
         "import sys; from pathlib import Path; from hfopt.runtime import launch; from hfopt.runtime.cgroup import Kills\n"
         f"launch.oom_kills = lambda: Kills(own=int(Path({str(counter)!r}).read_text()), system=None)\n"
-        f"sys.argv = ['hfopt', 'run', {str(SCRIPT)!r}, {str(tmp_path)!r}, 'killed']\n"
+        f"sys.argv = ['hfopt', 'run', '--no-plan', {str(SCRIPT)!r}, {str(tmp_path)!r}, 'killed']\n"
         "from hfopt.cli import main; main()"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

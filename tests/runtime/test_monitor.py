@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from hfopt.runtime.watch import history, report_text, reporters, session
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Any:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """On a slow machine the budget for log work would join windows; it is tested by itself."""
+    monkeypatch.setattr(session, "_GRACE_S", 60.0)
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
@@ -119,6 +122,15 @@ def test_metrics_reach_a_real_tensorboard_file(tmp_path: Path, monkeypatch: pyte
         assert written[f"train/hfopt/{name}"], name
     assert written["train/hfopt/step_s"] == [3, 6, 9, 12]
     assert "train/loss" in written
+
+
+def test_windows_are_joined_where_logging_them_all_would_cost_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "_GRACE_S", 0.0)
+    monkeypatch.setattr(session, "_BUDGET", 1e-9)
+    trainer(tmp_path, HFGpuMonitor(), logging_steps=1).train()
+    spans = [(window["first_step"], window["last_step"]) for window in lines(tmp_path, "window")]
+    assert 1 <= len(spans) < 11 and spans[0][0] == 2 and spans[-1][1] == 12
+    assert all(before[1] + 1 == after[0] for before, after in pairwise(spans)), "no step is lost"
 
 
 def test_the_users_own_logs_are_left_as_they_are(tmp_path: Path) -> None:
