@@ -247,6 +247,7 @@ class Workload:
     batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
     weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
     lengths: LengthSpread | None = None  # None: every batch is as long as `shape` says, or nothing else is known
+    with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
     notes: tuple[str, ...] = ()
 
 
@@ -498,7 +499,6 @@ class Trial:
     peak_device_bytes: int | None = None
     eval_peak_reserved_bytes: int | None = None
     step_s: float | None = None
-    cpu_s: float | None = None  # of one step, by all threads, on the CPU: what else the machine does stretches step_s, but not this
     data_wait_s: float | None = None
     message: str | None = None
 

@@ -185,7 +185,21 @@ class Estimate:
 
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
-    """Traces the Trainer's step at two batch sizes and returns the curve over all of them."""
+    """The curve over all batch sizes; a sharded step of many equal blocks is traced with fewer of them."""
+    from hfopt.estimate.depth import DepthCurve, deeper_ops, share_of, traced_depths
+
+    depths = traced_depths(workload) if settings.sharding is not None and settings.sharding.engine != "ddp" else None
+    if depths is None:
+        return traced(workload, settings)
+    assert workload.layers is not None, "a model without layers has no depths"
+    (shallow, deep), share = (traced(one, settings) for one in depths), share_of(workload.layers)
+    curve = DepthCurve(deep.curve.timeline, deep.curve.context_bytes, shallow=shallow.curve, deep=deep.curve, share=share)
+    ops = deeper_ops(shallow.ops, deep.ops, share)
+    return Estimate(curve=curve, ops=ops, seconds=shallow.seconds + deep.seconds, notes=deep.notes)
+
+
+def traced(workload: Workload, settings: StepSettings) -> Estimate:
+    """Traces the Trainer's step at two batch sizes."""
     from hfopt.estimate.op_groups import grouped, proportional
     from hfopt.estimate.ranks.tracing import tracer_of
     from hfopt.estimate.trainer_step import trainer_script

@@ -5,8 +5,10 @@ Weights are never loaded: memory and time depend on shapes and types, not on val
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import transformers
@@ -39,6 +41,11 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     head = remote_head(source, model.task) if own_code else choose_head(config.model_type, config.to_dict(), model.task, trainer)
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
     recipe = Recipe(spec=model, source=source, config=config, head=head, reference=trainer in WITH_REFERENCE)
+    return _workload(recipe, data, trainer)
+
+
+def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
+    model, source, config, head = recipe.spec, recipe.source, recipe.config, recipe.head
     facts = recipe.facts()
     if not facts.trainable_parameters:
         raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
@@ -72,6 +79,7 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
         batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
         lengths=_spread(data, sized.shape.length),
         notes=tuple(notes),
+        with_layers=partial(_at_depth, recipe, data, trainer),
     )
 
 
@@ -80,6 +88,18 @@ def _spread(data: DataSpec, longest: int | None) -> LengthSpread | None:
     if not data.lengths or longest is None or data.packing:
         return None
     return LengthSpread(longest=longest, lengths=tuple(sorted(min(length, longest) for length in data.lengths)))
+
+
+def _at_depth(recipe: Recipe, data: DataSpec, trainer: str, layers: int) -> Workload | None:
+    """The same architecture with another number of blocks; None where blocks differ, so that some would be missing."""
+    config = copy.deepcopy(recipe.config)
+    kinds = getattr(config, "layer_types", None)
+    if not isinstance(getattr(config, "num_hidden_layers", None), int) or (kinds and len(set(kinds)) > 1):
+        return None
+    if kinds:
+        config.layer_types = kinds[:1] * layers
+    config.num_hidden_layers = layers
+    return _workload(replace(recipe, config=config), data, trainer)
 
 
 def _why_nothing(spec: ModelSpec) -> str:

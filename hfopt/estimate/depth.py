@@ -1,0 +1,180 @@
+"""Deep models from shallow ones: equal blocks cost the same, so memory and kernels are affine in their number.
+
+A model of many equal blocks is traced with 4 and with 8 of them, and every figure is carried on along the line through the two. What
+carries on is each moment of the step by itself, because the highest of several lines is not a line: in each phase the first half of the
+shallow model's events is matched from the phase's start and the second half from its end, and the peak is taken after the lines are
+drawn. Blocks in between lie between those. Used only where the model can be built at other depths and its parameters lie on the line too.
+
+Known limits: a fit is judged by the least memory each shallow model can run in, carried on; 0.5 % of it is the search's own step. What the
+allocator keeps cached is carried on like a line, which it need not be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from hfopt.estimate.allocator_options import AllocatorOptions
+from hfopt.estimate.envelope import running_lines
+from hfopt.estimate.memory import MemoryCurve, Replay
+from hfopt.schema import Breakdown, MemoryPeak, OpCost, Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from hfopt.estimate.timeline import Timeline
+
+SHALLOW, DEEP = 4, 8
+LEAST_LAYERS = 20  # below, both depths together would hardly cost less than the model itself
+STEP = 0.005
+
+
+def traced_depths(workload: Workload) -> tuple[Workload, Workload] | None:
+    """The two shallow models; None where the model is not deep, or not made of equal blocks."""
+    layers = workload.layers
+    if layers is None or layers < LEAST_LAYERS or workload.with_layers is None:
+        return None
+    shallow, deep = workload.with_layers(SHALLOW), workload.with_layers(DEEP)
+    if shallow is None or deep is None:
+        return None
+    share = share_of(layers)
+    for count in ("parameters", "trainable_parameters"):
+        low, high = getattr(shallow, count), getattr(deep, count)
+        if round(low + (high - low) * share) != getattr(workload, count):
+            return None
+    return shallow, deep
+
+
+def share_of(layers: int) -> float:
+    """How many times the difference between the two depths is to be added to the shallower."""
+    return (layers - SHALLOW) / (DEEP - SHALLOW)
+
+
+@dataclass(slots=True)
+class DepthCurve(MemoryCurve):
+    """The curve of a deeper model than the two it holds; `timeline` is the deeper one's."""
+
+    shallow: MemoryCurve = field(kw_only=True)
+    deep: MemoryCurve = field(kw_only=True)
+    share: float = field(kw_only=True)
+    _least: dict[int, int] = field(default_factory=dict)
+
+    def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
+        deep = self.deep.replay(batch, options)
+        low = self.shallow.replay(batch, options)
+        below, above = _live(self.shallow.timeline, batch), _live(self.timeline, batch)
+        rounding = self._on(low.allocated_bytes - int(below[0].max()), deep.allocated_bytes - int(above[0].max()))
+        allocated = max(_carried_peak(below, above, self.share) + max(rounding, 0), deep.allocated_bytes)
+        cached = max(0, self._on(low.reserved_bytes - low.allocated_bytes, deep.reserved_bytes - deep.allocated_bytes))
+        fits = capacity_bytes is None or self._least_bytes(batch) <= capacity_bytes
+        return Replay(allocated, allocated + cached, deep.peak_event, fits)
+
+    def peaks(self, batches: Sequence[int], expandable_segments: bool = False) -> tuple[MemoryPeak, ...]:
+        pairs = zip(self.shallow.peaks(batches, expandable_segments), self.deep.peaks(batches, expandable_segments), strict=True)
+        return tuple(
+            replace(
+                high,
+                allocated_bytes=self._on(low.allocated_bytes, high.allocated_bytes),
+                reserved_bytes=self._on(low.reserved_bytes, high.reserved_bytes),
+            )
+            for low, high in pairs
+        )
+
+    def _on(self, low: int, high: int) -> int:
+        return round(low + (high - low) * self.share)
+
+    def _least_bytes(self, batch: int) -> int:
+        """The least reserved memory the deep model could run in: cached segments are given back when memory runs short."""
+        if batch not in self._least:
+            low, high = (_least_capacity(curve, batch) for curve in (self.shallow, self.deep))
+            self._least[batch] = max(self._on(low, high), self.replay(batch).allocated_bytes)
+        return self._least[batch]
+
+    def _breakdown(self, batch: int, replay: Replay) -> Breakdown:
+        low, high = self.shallow.peak(batch).breakdown, self.deep.peak(batch).breakdown
+        assert low is not None and high is not None, "a peak of a curve has its parts"
+        parts = {
+            part.name: max(0, self._on(getattr(low, part.name), getattr(high, part.name)))
+            for part in fields(Breakdown)
+            if part.name not in ("fragmentation_bytes", "context_bytes")
+        }
+        return Breakdown(**parts, fragmentation_bytes=replay.reserved_bytes - sum(parts.values()), context_bytes=self.context_bytes)
+
+
+def _live(timeline: Timeline, batch: int) -> tuple[np.ndarray[Any, Any], list[int]]:
+    """Live bytes after each event, and where the phases begin, with the end as the last."""
+    import numpy as np
+
+    constants, slopes = running_lines(timeline)
+    phases = np.array([place.phase for place in timeline.places])[timeline.place_of]
+    taking = np.maximum.accumulate(np.where(timeline.is_free, 0, np.arange(len(timeline))))  # a free belongs to what ran last
+    named = phases[taking]
+    return constants + slopes * batch, [0, *(np.flatnonzero(named[1:] != named[:-1]) + 1).tolist(), len(named)]
+
+
+def _carried_peak(below: tuple[Any, list[int]], above: tuple[Any, list[int]], share: float) -> int:
+    """The highest of the moments of both models, each carried on; of the peaks alone where the phases do not match."""
+    (low, low_starts), (high, high_starts) = below, above
+    if len(low_starts) != len(high_starts):
+        return round(float(low.max()) + float(high.max() - low.max()) * share)
+    peak = 0.0
+    for (low_start, low_end), (high_start, high_end) in zip(pairwise(low_starts), pairwise(high_starts), strict=True):
+        half = min(low_end - low_start, high_end - high_start) // 2
+        for one, two in (
+            (low[low_start : low_start + half], high[high_start : high_start + half]),
+            (low[low_end - half : low_end], high[high_end - half : high_end]),
+        ):
+            if half:
+                peak = max(peak, float((one + (two - one) * share).max()))
+    return round(peak)
+
+
+def _least_capacity(curve: MemoryCurve, batch: int) -> int:
+    peak = curve.replay(batch)
+    low, high = peak.allocated_bytes, peak.reserved_bytes
+    while high - low > STEP * high:
+        middle = (low + high) // 2
+        if curve.replay(batch, capacity_bytes=middle).fits:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def deeper_ops(shallow: Sequence[OpCost], deep: Sequence[OpCost], share: float) -> tuple[OpCost, ...]:
+    """Kernels that run more often count more; those over all weights at once (the optimizer's) grow instead."""
+    few = {replace(op, count=0.0): op.count for op in shallow}
+    found: list[OpCost] = []
+    other: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
+    for op in deep:
+        key = replace(op, count=0.0)
+        if key in few:
+            before = few.pop(key)
+            found.append(replace(op, count=max(0.0, before + (op.count - before) * share)))
+        else:
+            other[(op.name, op.phase, op.dtype)].append(op)
+    left: dict[tuple[str, str, str], list[OpCost]] = defaultdict(list)
+    for key, count in few.items():
+        left[(key.name, key.phase, key.dtype)].append(replace(key, count=count))
+    for name, ops in other.items():
+        for low, high in zip(left[name], ops, strict=False):
+            found.append(_grown(low, high, share))
+        found.extend(replace(op, count=op.count * share) for op in ops[len(left[name]) :])
+    return tuple(found)
+
+
+def _grown(low: OpCost, high: OpCost, share: float) -> OpCost:
+    def on(below: float, above: float) -> float:
+        return below + (above - below) * share
+
+    return replace(
+        high,
+        count=on(low.count, high.count),
+        flops_constant=on(low.flops_constant, high.flops_constant),
+        flops_slope=on(low.flops_slope, high.flops_slope),
+        bytes_constant=on(low.bytes_constant, high.bytes_constant),
+        bytes_slope=on(low.bytes_slope, high.bytes_slope),
+    )

@@ -1,0 +1,58 @@
+"""A deep model from two shallow ones: the same memory, the same arithmetic and the same verdicts as its own trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, deeper_ops, share_of, traced_depths
+from hfopt.estimate.memory import estimate, traced
+from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
+from hfopt.workload.model import from_spec
+
+SIZES = ZeroSizes(reduce_bucket=256 * 256, prefetch_bucket=256 * 256)
+SHARDED = StepSettings(precision="bf16", sharding=Sharding(engine="zero2", world_size=4, zero=SIZES), optim="adamw_torch")
+
+
+def llama(folder: Path, layers: int) -> Workload:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 500}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers, "dtype": "float32", **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return from_spec(ModelSpec(name=str(folder)), DataSpec(max_length=64))
+
+
+@pytest.mark.slow
+def test_memory_and_arithmetic_are_those_of_the_deep_trace(tmp_path: Path) -> None:
+    workload = llama(tmp_path, LEAST_LAYERS)
+    carried, own = estimate(workload, SHARDED), traced(workload, SHARDED)
+    assert isinstance(carried.curve, DepthCurve)
+    for batch in (1, 16):
+        ours, real = carried.curve.peak(batch), own.curve.peak(batch)
+        assert ours.allocated_bytes == pytest.approx(real.allocated_bytes, rel=0.02)
+        assert ours.reserved_bytes == pytest.approx(real.reserved_bytes, rel=0.08)
+        assert ours.breakdown is not None and ours.breakdown.total_bytes == ours.device_bytes
+    flops = [sum(op.count * (op.flops_constant + 16 * op.flops_slope) for op in made.ops) for made in (carried, own)]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-6)
+    budget = own.curve.peak(16).device_bytes
+    ours_limit, real_limit = carried.curve.largest_batch(budget), own.curve.largest_batch(budget)
+    assert ours_limit is not None and real_limit is not None
+    assert abs(ours_limit - real_limit) <= 0.1 * real_limit
+
+
+def test_shallow_models_are_traced_as_they_are(tmp_path: Path) -> None:
+    assert traced_depths(llama(tmp_path, LEAST_LAYERS - 1)) is None
+
+
+def test_kernels_over_all_weights_grow_and_the_others_run_more_often() -> None:
+    def op(name: str, count: float, size: float) -> OpCost:
+        return OpCost(
+            name=name, kind="optimizer", dtype="float32", phase="optimizer", count=count,
+            flops_constant=0, flops_slope=0, bytes_constant=size, bytes_slope=0,
+        )  # fmt: skip
+
+    few, many = (op("mm", 8, 10), op("adam", 1, 100)), (op("mm", 16, 10), op("adam", 1, 180))
+    made = {one.name: one for one in deeper_ops(few, many, share_of(16))}
+    assert (made["mm"].count, made["mm"].bytes_constant) == (32, 10)
+    assert (made["adam"].count, made["adam"].bytes_constant) == (1, 340)
