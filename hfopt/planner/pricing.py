@@ -37,7 +37,7 @@ class Pricing:
     _workloads: dict[str, Workload] = field(default_factory=dict)
     _estimates: dict[StepSettings, Estimate] = field(default_factory=dict)
     _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict)
-    _limits: dict[StepSettings, int | None] = field(default_factory=dict)
+    _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict)
     _correction: Correction | None = None
     _times: dict[Candidate, StepTime] = field(default_factory=dict)
 
@@ -70,12 +70,12 @@ class Pricing:
             at_most = self._optimistic_limit(candidate)
             if at_most is not None and at_most < candidate.per_device_batch:
                 return at_most or None
-        return self._limit(self.settings(candidate))
+        return self._limit(self.settings(candidate), self._held_bytes(candidate))
 
     def known_limit(self, candidate: Candidate) -> int | None:
         settings = self.settings(candidate)
         if settings in self._estimates:
-            return self._limit(settings)
+            return self._limit(settings, self._held_bytes(candidate))
         other = replace(settings, accumulation=3 - settings.accumulation)
         if other not in self._estimates:
             return None
@@ -157,20 +157,32 @@ class Pricing:
 
     def _added_bytes(self, candidate: Candidate) -> int:
         """What the trace leaves out: the other devices' part, and an adapter's gradients under accumulation."""
-        held = 4 * self.workload.trainable_parameters if self._small_gradients and candidate.accumulation > 1 else 0
-        return self.offset_bytes + held
+        return self.offset_bytes + self._held_bytes(candidate)
+
+    def _held_bytes(self, candidate: Candidate) -> int:
+        """Gradients that accumulation holds through the forward, where they are added and not traced."""
+        return self._gradient_share_bytes if self._adds_gradients and candidate.accumulation > 1 else 0
+
+    @property
+    def _gradient_share_bytes(self) -> int:
+        """This device's gradients in float32: a share of them where they are divided."""
+        sharding = self.base.sharding
+        divided = sharding is not None and (sharding.engine in ("zero2", "zero3") or sharding.sync_each_batch)
+        return 4 * self.workload.trainable_parameters // (sharding.world_size if sharding is not None and divided else 1)
 
     def fits(self, candidate: Candidate) -> bool:
-        limit = self._limit(self.settings(candidate))
+        limit = self._limit(self.settings(candidate), self._held_bytes(candidate))
         return limit is not None and candidate.per_device_batch <= limit
 
     def estimate(self, candidate: Candidate) -> Estimate:
         return self._estimate(self.settings(candidate))
 
     @property
-    def _small_gradients(self) -> bool:
-        """Adapters: what accumulation holds through the forward is below a hundredth of the budget, and is added instead of traced."""
-        return 4 * self.workload.trainable_parameters <= SMALL_SHARE * self.budget_bytes
+    def _adds_gradients(self) -> bool:
+        """Adapters: what accumulation holds through the forward is below a hundredth of the budget, and is added instead of traced.
+        Shares of divided gradients are added too: they are all that a second micro-batch finds."""
+        whole = 4 * self.workload.trainable_parameters
+        return self._gradient_share_bytes < whole or whole <= SMALL_SHARE * self.budget_bytes
 
     def settings(self, candidate: Candidate) -> StepSettings:
         """The candidate as the tracer knows it, without what does not change a trace."""
@@ -178,7 +190,7 @@ class Pricing:
             self.base,
             precision="fp32" if candidate.precision == "tf32" else candidate.precision,
             checkpointing=candidate.checkpointing,
-            accumulation=1 if self._small_gradients else min(candidate.accumulation, 2),
+            accumulation=1 if self._adds_gradients else min(candidate.accumulation, 2),
             optim=candidate.optim or self.base.optim,
             attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
             fused_loss=candidate.use_liger_kernel,
@@ -228,10 +240,11 @@ class Pricing:
             )
         return self._timers[key]
 
-    def _limit(self, settings: StepSettings) -> int | None:
-        if settings not in self._limits:
-            self._limits[settings] = self._largest(settings, -4 * self.workload.trainable_parameters if self._small_gradients else 0)
-        return self._limits[settings]
+    def _limit(self, settings: StepSettings, held_bytes: int = 0) -> int | None:
+        key = (settings, held_bytes)
+        if key not in self._limits:
+            self._limits[key] = self._largest(settings, -held_bytes)
+        return self._limits[key]
 
     def _largest(self, settings: StepSettings, more_bytes: int, share: float = 1.0) -> int | None:
         """The largest batch by this trace, with so many bytes more than the budget and where only this share of what it takes counts."""
@@ -243,7 +256,7 @@ class Pricing:
 
     def _gradient_bytes(self, settings: StepSettings) -> int:
         breakdown = self._estimates[settings].curve.peak(1).breakdown
-        return 0 if breakdown is None else max(breakdown.gradients_bytes, 4 * self.workload.trainable_parameters)
+        return 0 if breakdown is None else max(breakdown.gradients_bytes, self._gradient_share_bytes)
 
 
 def _words(settings: StepSettings) -> str:
