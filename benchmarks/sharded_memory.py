@@ -1,0 +1,183 @@
+"""The memory of one rank against PyTorch's own allocator: DDP, FSDP2 and ZeRO under the Trainer on virtual cards, and published runs.
+
+usage: python benchmarks/sharded_memory.py [--only NAME] [--published]
+
+Each case is a whole Trainer run of three steps under torchrun, with as many virtual cards as ranks; DeepSpeed's cases run where it can
+be imported. The published rows are torchtitan's and torchtune's own figures for other people's training loops: the estimate is that of the
+Trainer's step at the same sizes, and each row says what differs. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hfopt.config.engine import sharding_of
+from hfopt.config.step import step_settings
+from hfopt.estimate.memory import estimate
+from hfopt.hardware.catalog import find
+from hfopt.planner.engines import deepspeed_config, named_engine
+from hfopt.schema import DataSpec, Lora, MemoryPeak, ModelSpec
+from hfopt.units import GIB, MIB
+from hfopt.virtual.launch import environment
+from hfopt.workload.model import from_spec
+
+WORKER = Path(__file__).parent / "sharded_worker.py"
+ROWS = Path(__file__).parent / "data" / "published_sharded.csv"
+CARD = "A100 SXM 80GB"
+SMALL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 32000,
+}
+WIDE = {**SMALL, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "tie_word_embeddings": True}
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+KEEP = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "reshard_after_forward": False}}  # type: ignore[dict-item]
+SYNC = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+ZERO_2, ZERO_3 = ({"deepspeed": deepspeed_config(named_engine(name))} for name in ("zero2", "zero3"))
+Case = dict[str, Any]
+
+
+def case(world: int, arguments: dict[str, Any], **changes: Any) -> Case:
+    usual = {"model": SMALL, "weights": "float32", "lora": None, "batch": 4, "length": 512, "world": world}
+    return {**usual, **changes, "arguments": {"bf16": True, "optim": "adamw_torch", **arguments}}
+
+
+CASES: dict[str, Case] = {
+    "ddp-2": case(2, {}),
+    "ddp-2-accumulation": case(2, {"gradient_accumulation_steps": 2}),
+    "fsdp2-2": case(2, FSDP),
+    "fsdp2-4": case(4, FSDP),
+    "fsdp2-2-fp32": case(2, {**FSDP, "bf16": False}),
+    "fsdp2-2-keep": case(2, KEEP),
+    "fsdp2-2-checkpointing": case(2, {**FSDP, "gradient_checkpointing": True}),
+    "fsdp2-2-accumulation": case(2, {**FSDP, "gradient_accumulation_steps": 2}),
+    "fsdp2-2-sync": case(2, {**FSDP, **SYNC, "gradient_accumulation_steps": 2}),
+    "fsdp2-2-tied-wide": case(2, FSDP, model=WIDE, batch=2),
+    "fsdp2-2-lora": case(2, FSDP, lora=16, weights="bfloat16"),
+    "fsdp2-2-fused": case(2, {**FSDP, "optim": "adamw_torch_fused"}),
+    "zero2-2": case(2, ZERO_2),
+    "zero2-4": case(4, ZERO_2),
+    "zero2-2-accumulation": case(2, {**ZERO_2, "gradient_accumulation_steps": 2}),
+    "zero3-2": case(2, ZERO_3),
+    "zero3-4": case(4, ZERO_3),
+    "zero3-2-wide": case(2, ZERO_3, model=WIDE, batch=2),
+    "zero3-2-lora": case(2, ZERO_3, lora=16, weights="bfloat16"),
+}
+
+
+def rehearsed(one: Case) -> dict[str, int] | None:
+    """What torch's allocator counted on rank 0; None where the run did not get through."""
+    env = environment(find(CARD), count=one["world"])
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{env['PYTHONPATH']}:{Path(__file__).parents[1]}", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(one["world"])]
+    done = subprocess.run([*command, str(WORKER), json.dumps(one)], env=env, capture_output=True, text=True, timeout=900, check=False)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("PEAK ")), None)
+    if line is None:
+        print("\n".join(done.stderr.splitlines()[-8:]), file=sys.stderr)
+        return None
+    peaks: dict[str, int] = json.loads(line.removeprefix("PEAK "))
+    return peaks
+
+
+def estimated(one: Case) -> MemoryPeak:
+    card = find(CARD)
+    assert card.capability is not None
+    with tempfile.TemporaryDirectory() as folder:
+        config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **one["model"]}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        lora = None if one["lora"] is None else Lora(r=one["lora"], target_modules="all-linear")
+        spec = ModelSpec(name=folder, weights_dtype=one["weights"], lora=lora)
+        workload = from_spec(spec, DataSpec(max_length=one["length"]))
+        from dataclasses import replace
+
+        settings = step_settings(one["arguments"], capability=card.capability, multiprocessors=card.sms)
+        hidden = one["model"]["hidden_size"]
+        settings = replace(settings, sharding=sharding_of(one["arguments"], world_size=one["world"], hidden_size=hidden))
+        return estimate(workload, settings).curve.peak(one["batch"])
+
+
+def against_the_allocator(only: str | None) -> Iterator[tuple[str, float, float]]:
+    for name, one in CASES.items():
+        if only is not None and only not in name:
+            continue
+        if "deepspeed" in one["arguments"] and find_spec("deepspeed") is None:
+            print(f"{name:24} left out: DeepSpeed cannot be imported here")
+            continue
+        real, ours = rehearsed(one), estimated(one)
+        if real is None:
+            print(f"{name:24} the run itself failed")
+            continue
+        allocated, reserved = 100 * (ours.allocated_bytes / real["allocated"] - 1), 100 * (ours.reserved_bytes / real["reserved"] - 1)
+        figures = f"{real['allocated'] / MIB:8.0f} {ours.allocated_bytes / MIB:8.0f} MiB {allocated:+6.2f} %"
+        print(
+            f"{name:24} allocated {figures}   reserved {real['reserved'] / MIB:6.0f} {ours.reserved_bytes / MIB:6.0f} {reserved:+6.2f} %",
+            flush=True,
+        )
+        yield name, allocated, reserved
+
+
+def published() -> Iterator[tuple[str, float]]:
+    with ROWS.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            ours = published_estimate(row)
+            error = 100 * (ours / float(row["value"]) - 1)
+            print(
+                f"{row['name']:40} published {float(row['value']):6.1f} GiB, estimated {ours:6.1f} GiB {error:+6.1f} %  ({row['differs']})"
+            )
+            yield row["name"], error
+
+
+def published_estimate(row: dict[str, str]) -> float:
+    from dataclasses import replace
+
+    card = find(row["card"])
+    assert card.capability is not None
+    lora = json.loads(row["lora"]) if row["lora"] else None
+    spec = ModelSpec(name=row["model"], weights_dtype=row["weights"], lora=Lora(**lora) if lora else None)
+    workload = from_spec(spec, DataSpec(max_length=int(row["length"])))
+    arguments = json.loads(row["arguments"])
+    settings = step_settings(arguments, capability=card.capability, multiprocessors=card.sms)
+    settings = replace(settings, sharding=sharding_of(arguments, world_size=int(row["world"])))
+    peak = estimate(workload, settings).curve.peak(int(row["batch"]))
+    return (peak.reserved_bytes if row["metric"] == "reserved" else peak.allocated_bytes) / GIB
+
+
+def summary(errors: list[float]) -> dict[str, Any]:
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 5 for size in sizes)
+    return (
+        {"n": len(sizes), "median_pct": round(median(sizes), 2), "max_pct": round(max(sizes), 2), "within_5_pct": within}
+        if sizes
+        else {"n": 0}
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only")
+    parser.add_argument("--published", action="store_true", help="the published rows alone")
+    options = parser.parse_args()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    rows = [] if options.published else list(against_the_allocator(options.only))
+    result = {"allocated": summary([row[1] for row in rows]), "reserved": summary([row[2] for row in rows])}
+    if ROWS.exists() and options.only is None:
+        result["published"] = summary([error for _, error in published()])
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
