@@ -499,6 +499,7 @@ class Trial:
     peak_device_bytes: int | None = None
     eval_peak_reserved_bytes: int | None = None
     step_s: float | None = None
+    cpu_s: float | None = None  # of one step, by all threads, on the CPU: what else the machine does stretches step_s, but not this
     data_wait_s: float | None = None
     message: str | None = None
 

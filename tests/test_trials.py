@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from hfopt.planner.trials import MOST_FAILURES, tried
@@ -42,6 +43,11 @@ def test_the_fastest_measured_of_the_close_ones_is_taken() -> None:
     seconds = {64: 2.0, 32: 1.5, 16: 1.8, 8: 0.1}
     found = tried(ranked(64, 32, 16, 8), lambda c: trial(c, step_s=seconds[c.per_device_batch]), timings=3)
     assert found.chosen == 1 and found.runs == 3
+
+
+def test_a_busy_machine_does_not_decide() -> None:
+    found = tried(ranked(64, 32), lambda c: replace(trial(c, step_s=64 / c.per_device_batch), cpu_s=float(c.per_device_batch)), timings=2)
+    assert found.chosen == 1
 
 
 def test_an_error_ends_the_trials_and_is_shown() -> None:

@@ -52,5 +52,10 @@ def tried(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, *, timings: in
     runs = len(failed) + len(good)
     if not good:
         return Tried(chosen=0, trial=failed[-1], failed=tuple(failed), runs=runs)
-    chosen, trial = min(good, key=lambda pair: pair[1].step_s if pair[1].step_s is not None else float("inf"))
+    chosen, trial = min(good, key=lambda pair: _cost_s(pair[1]))
     return Tried(chosen=chosen, trial=trial, failed=tuple(failed), runs=runs)
+
+
+def _cost_s(trial: Trial) -> float:
+    """All of them run with the same threads, so the CPU time compares them where it is known, whatever else the machine does."""
+    return next((seconds for seconds in (trial.cpu_s, trial.step_s) if seconds is not None), float("inf"))

@@ -79,8 +79,10 @@ class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, meter: CpuMeter | CudaMeter) -> None:
         self._meter = meter
         self.step_s: list[float] = []
+        self.cpu_s: list[float] = []
         self.wait_s: list[float] = []
         self._began = self._ended = time.perf_counter()
+        self._cpu_began = time.process_time()
 
     @property
     def steps(self) -> int:
@@ -92,8 +94,10 @@ class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._began = time.perf_counter()
         self.wait_s.append(self._began - self._ended)
+        self._cpu_began = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._meter.synchronize()
         self._ended = time.perf_counter()
         self.step_s.append(self._ended - self._began)
+        self.cpu_s.append(time.process_time() - self._cpu_began)
