@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from hfopt.planner.trials import MOST_FAILURES, tried
-from hfopt.schema import Candidate, StepTime, Trial
+from hfopt.schema import Candidate, Checkpointing, StepTime, Trial
 
 
 def ranked(*batches: int) -> list[tuple[Candidate, StepTime]]:
@@ -37,6 +37,22 @@ def test_out_of_memory_sends_the_next_smaller_batch() -> None:
 def test_it_does_not_try_for_ever() -> None:
     found = tried(ranked(64, 32, 16, 8, 4, 2, 1), lambda c: trial(c, "oom"))
     assert len(found.failed) == MOST_FAILURES and found.trial is not None and found.trial.outcome == "oom"
+
+
+def test_checkpointing_at_the_same_batch_is_what_needs_less() -> None:
+    pool = ranked(64, 64)
+    needs = {pool[0][0]: 10}
+    light = replace(pool[1][0], checkpointing=Checkpointing(every_n_layers=1))
+    found = tried(
+        [pool[0], (light, pool[1][1])],
+        lambda c: trial(c, "ok" if c.checkpointing.on else "oom"),
+        needs_bytes=lambda c: needs.get(c, 5),
+    )
+    assert found.chosen == 1 and found.trial is not None and found.trial.outcome == "ok" and len(found.failed) == 1
+
+
+def test_none_is_left_when_the_lightest_fails_too() -> None:
+    assert tried(ranked(2, 1), lambda c: trial(c, "oom")).chosen is None
 
 
 def test_the_fastest_measured_of_the_close_ones_is_taken() -> None:

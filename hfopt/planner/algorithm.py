@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,13 @@ from hfopt.planner.conclude import Course, concluded
 from hfopt.planner.confirm import confirmed
 from hfopt.planner.device import device_of
 from hfopt.planner.devices import plan_devices
+from hfopt.planner.evaluation import tried_eval_batch
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.planner.trials import Run
 from hfopt.planner.tryout import Tryout
-from hfopt.schema import Candidate, Neutrality, Rejection
+from hfopt.schema import Candidate, Neutrality, Rejection, Trial
 from hfopt.search.best import Found, best_first
 from hfopt.search.space import Space, candidates
 
@@ -66,7 +67,7 @@ def plan_subject(
     *,
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
-    run: Run = lambda candidate: None,
+    run: Callable[[Candidate, int | None], Trial | None] = lambda candidate, eval_batch: None,
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator."""
     device = device_of(subject, request)
@@ -82,7 +83,11 @@ def plan_subject(
     if not found.ranked:
         raise nothing_fits(subject, device, pricing, found)
     before = pricing.memory(current), pricing.fits(current)
-    result = confirmed(found, search, pricing, run, timings=CPU_TIMINGS if device.gpu is None else 1)
+
+    def tried(candidate: Candidate) -> Trial | None:
+        return run(candidate, tried_eval_batch(subject, pricing, candidate))
+
+    result = confirmed(found, search, pricing, tried, timings=CPU_TIMINGS if device.gpu is None else 1)
     course = Course(
         subject=subject,
         request=request,

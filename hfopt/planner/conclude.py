@@ -11,6 +11,7 @@ from hfopt.planner.charts import charts
 from hfopt.planner.choices import defaults
 from hfopt.planner.confirm import Confirmed
 from hfopt.planner.device import Device
+from hfopt.planner.evaluation import eval_batch
 from hfopt.planner.feeding import Feeding
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
 from hfopt.planner.pricing import Pricing
@@ -87,7 +88,7 @@ def _changes(course: Course, before: Chosen, after: Chosen) -> tuple[Change, ...
         effective_batch=course.space.effective_batch,
         budget_bytes=course.device.budget_bytes,
         device=course.device.name,
-        eval_batch=_eval_batch(course),
+        eval_batch=eval_batch(course.subject, course.pricing, course.result.winner[0]),
         learning_rate=_learning_rate(course),
     )
     return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=job.kept), outcome)
@@ -129,21 +130,6 @@ def _alternatives(course: Course, feeding: Feeding, loader: LoaderPlan) -> tuple
         Priced(candidate=candidate, memory=memory, time=feeding.fed(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
     )
-
-
-def _eval_batch(course: Course) -> tuple[int, str] | None:
-    """Evaluation keeps no activations, so what the training step can hold evaluation can; only where the config evaluates."""
-    args, winner = course.subject.job.args, course.result.winner[0]
-    if args.get("eval_strategy", "no") in ("no", None, False) and args.get("do_eval") is not True:
-        return None
-    now = int(args.get("per_device_eval_batch_size") or defaults()["per_device_eval_batch_size"])
-    limit = course.pricing.known_limit(winner) or winner.per_device_batch
-    wanted = min(limit, 2 * winner.per_device_batch)
-    wanted = wanted // 8 * 8 if wanted >= 8 else wanted
-    if wanted <= now <= limit:
-        return None
-    why = "evaluation keeps no activations: it can hold what training holds" if wanted > now else f"at most {limit} is known to fit"
-    return wanted, why
 
 
 def _learning_rate(course: Course) -> tuple[float, str] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hfopt.errors import NothingFits
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.trials import Run, Tried, tried
 from hfopt.schema import Candidate, Correction, StepTime
@@ -26,6 +27,7 @@ class Confirmed:
 
     @property
     def winner(self) -> tuple[Candidate, StepTime]:
+        assert self.verdict.chosen is not None
         return self.found.ranked[self.verdict.chosen]
 
 
@@ -50,7 +52,15 @@ def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: 
 
 
 def _tried(found: Found, pricing: Pricing, run: Run, timings: int) -> Confirmed:
-    verdict = tried(found.ranked, run, timings=timings)
+    memories = pricing.nearest_memories([candidate for candidate, _ in found.ranked])
+    needs = {candidate: memory.device_bytes for (candidate, _), memory in zip(found.ranked, memories, strict=True)}
+    verdict = tried(found.ranked, run, timings=timings, needs_bytes=needs.__getitem__)
     trial = verdict.trial
+    if verdict.chosen is None:
+        assert trial is not None
+        raise NothingFits(
+            f"nothing fits: {verdict.runs} setting(s) were predicted to fit and ran out of memory in the dry run: {trial.message}",
+            hint="free memory on the device, leave more of it with --headroom, or see --allow",
+        )
     correction = pricing.compare(trial) if trial is not None and trial.outcome == "ok" else None
     return Confirmed(found=found, verdict=verdict, correction=correction)

@@ -48,7 +48,7 @@ class Tryout:
         except VirtualGpuError as error:
             self._where, self.note = None, f"not rehearsed: {error}"
 
-    def __call__(self, candidate: Candidate) -> Trial | None:
+    def __call__(self, candidate: Candidate, eval_batch: int | None = None) -> Trial | None:
         if self._where is None:
             return None
         if self._where == "virtual" and (own := _own_kernels(candidate)) is not None:
@@ -60,7 +60,7 @@ class Tryout:
         ready, self._ready = self._ready or self._start(), None
         assert ready is not None
         with ready:
-            return ready.run(candidate)
+            return ready.run(candidate, eval_batch=eval_batch)
 
     def close(self) -> None:
         if self._ready is not None:

@@ -113,7 +113,12 @@ def _checkpointing(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
     options: dict[str, Any] = {"use_reentrant": chosen.use_reentrant}
     if chosen.every_n_layers > 1:
         options["every_n_layers"] = chosen.every_n_layers
-    yield "gradient_checkpointing_kwargs", options, "what the prediction rests on"
+    why = "what the prediction rests on"
+    if was.on:
+        rate, old_rate = (format_rate(one.time.samples_per_s, "samples") for one in (outcome.after, outcome.before))
+        peak = f"{format_bytes(outcome.after.memory.device_bytes)} of {format_bytes(outcome.budget_bytes)} usable on {outcome.device}"
+        why = f"recomputing {chosen.which_layers} instead of {was.which_layers}: {rate} predicted instead of {old_rate}; takes {peak}"
+    yield "gradient_checkpointing_kwargs", options, why
 
 
 def _others(outcome: Outcome) -> Iterator[Wanted]:

@@ -5,7 +5,7 @@ Pure: takes the names of the installed TrainingArguments' fields, so that it fit
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from hfopt.schema import Candidate, TrainJob
@@ -56,10 +56,22 @@ _QUIET = {
 }
 
 
+def evaluates(args: Mapping[str, Any]) -> bool:
+    """Does a run with these arguments evaluate?"""
+    return args.get("eval_strategy", "no") not in ("no", None, False) or args.get("do_eval") is True
+
+
 def training_arguments(
-    job: TrainJob, candidate: Candidate, *, device: Device, steps: int, output_dir: str, fields: Collection[str]
+    job: TrainJob,
+    candidate: Candidate,
+    *,
+    device: Device,
+    steps: int,
+    output_dir: str,
+    fields: Collection[str],
+    eval_batch: int | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for TrainingArguments; keys this version does not have are left out."""
+    """Keyword arguments for TrainingArguments; keys this version does not have are left out. eval_batch: instead of the job's own."""
     chosen = {key: value for key, value in job.args.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
     chosen |= {
         "output_dir": output_dir,
@@ -71,6 +83,8 @@ def training_arguments(
         "use_liger_kernel": candidate.use_liger_kernel,
         "use_cpu": device == "cpu",
     }
+    if eval_batch is not None:
+        chosen["per_device_eval_batch_size"] = eval_batch
     if candidate.optim is not None:
         chosen["optim"] = candidate.optim
     if candidate.checkpointing.on:

@@ -47,9 +47,12 @@ class Prepared:
             stack.callback(self._running.end)
             self._stack = stack.pop_all()
 
-    def run(self, candidate: Candidate, *, timeout_s: float = 300.0) -> Trial:
-        """Real optimizer steps with full accumulation windows of the longest batch, then one evaluation step."""
-        self._order.write(pickle.dumps(candidate))
+    def run(self, candidate: Candidate, *, eval_batch: int | None = None, timeout_s: float = 300.0) -> Trial:
+        """Real optimizer steps with full accumulation windows of the longest batch, then one evaluation step where the job evaluates.
+
+        eval_batch: what it evaluates with, when it is not the job's own.
+        """
+        self._order.write(pickle.dumps((candidate, eval_batch)))
         ended = self._running.wait(timeout_s)
         return Trial(device=self._device, candidate=candidate, **_facts(self._folder, ended, self._log, timeout_s))
 

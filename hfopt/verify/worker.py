@@ -21,7 +21,7 @@ from torch import nn
 
 from hfopt.errors import DryRunError, HfoptError
 from hfopt.schema import Candidate, TrainJob, Workload
-from hfopt.verify.arguments import Device, training_arguments
+from hfopt.verify.arguments import Device, evaluates, training_arguments
 from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
 from hfopt.workload.batch import with_decoder_inputs
 from hfopt.workload.build import skeleton
@@ -52,10 +52,17 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
         return index
 
 
-def _trainer(workload: Workload, model: Any, order: Order, candidate: Candidate, folder: Path, clock: StepClock) -> Any:
+def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], folder: Path, clock: StepClock) -> Any:
+    candidate, eval_batch = told
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     chosen = training_arguments(
-        order.job, candidate, device=order.device, steps=order.steps, output_dir=str(folder / "output"), fields=fields
+        order.job,
+        candidate,
+        device=order.device,
+        steps=order.steps,
+        output_dir=str(folder / "output"),
+        fields=fields,
+        eval_batch=eval_batch,
     )
     args = transformers.TrainingArguments(**chosen)
     compute_loss = workload.compute_loss
@@ -137,21 +144,22 @@ def _measure(order: Order, folder: Path) -> dict[str, Any]:
     phase = "loading the model"
     try:
         model = _build(workload, order.device)
-        candidate = _told(folder)
+        candidate, eval_batch = _told(folder)
         if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
             del model
             meter.empty()
             spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
             workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
             model = _build(workload, order.device)
-        trainer = _trainer(workload, model, order, candidate, folder, clock)
+        trainer = _trainer(workload, model, order, (candidate, eval_batch), folder, clock)
         phase = "the training steps"
         trainer.train()
         facts |= meter.peaks()
-        meter.reset()
-        phase = "the evaluation step"
-        trainer.evaluate()
-        facts["eval_peak_reserved_bytes"] = meter.peaks()["peak_reserved_bytes"]
+        if evaluates(order.job.args):
+            meter.reset()
+            phase = "the evaluation step"
+            trainer.evaluate()
+            facts["eval_peak_reserved_bytes"] = meter.peaks()["peak_reserved_bytes"]
     except (RuntimeError, MemoryError) as error:
         if not _is_oom(error):
             raise
@@ -163,11 +171,11 @@ def _measure(order: Order, folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _told(folder: Path) -> Candidate:
-    """Waits for the candidate."""
+def _told(folder: Path) -> tuple[Candidate, int | None]:
+    """Waits for the candidate and the batch to evaluate with."""
     with (folder / "candidate").open("rb") as pipe:
-        candidate: Candidate = pickle.load(pipe)
-    return candidate
+        told: tuple[Candidate, int | None] = pickle.load(pipe)
+    return told
 
 
 def _is_oom(error: BaseException) -> bool:

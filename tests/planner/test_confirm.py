@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from hfopt.errors import NothingFits
 from hfopt.planner.confirm import confirmed
-from hfopt.schema import Candidate, Correction, StepTime, Trial
+from hfopt.schema import Candidate, Correction, MemoryPeak, StepTime, Trial
 from hfopt.search.best import Found
 
 BATCHES = (64, 32, 16, 8)
@@ -56,6 +57,10 @@ class FakePricing:
         batch = trial.candidate.per_device_batch
         return correction(batch * 1000, batch * self.really)
 
+    def nearest_memories(self, candidates: list[Candidate]) -> tuple[MemoryPeak, ...]:
+        sizes = [one.per_device_batch * 1000 for one in candidates]
+        return tuple(MemoryPeak(batch=1, allocated_bytes=size, reserved_bytes=size, context_bytes=0) for size in sizes)
+
     def correct(self, found: Correction) -> None:
         assert found.measured_reserved_bytes is not None and found.predicted_reserved_bytes is not None
         self.factor = found.measured_reserved_bytes / found.predicted_reserved_bytes
@@ -90,3 +95,13 @@ def run(pricing: FakePricing) -> tuple[int, int, int]:
 )
 def test_the_measurement_decides(really: int, chosen: int, runs: int, corrections: int) -> None:
     assert run(FakePricing(really=really)) == (chosen, runs, corrections)
+
+
+def test_when_all_run_out_of_memory_nothing_is_planned() -> None:
+    pricing: Any = FakePricing(really=1000)
+
+    def trial(asked: Candidate) -> Trial:
+        return Trial(device="cuda", candidate=asked, outcome="oom", message="CUDA out of memory")
+
+    with pytest.raises(NothingFits, match="predicted to fit and ran out of memory"):
+        confirmed(pricing.search(), pricing.search, pricing, trial, timings=1)

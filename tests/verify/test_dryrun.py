@@ -47,7 +47,8 @@ def test_on_the_cpu_steps_are_really_run_and_measured(tiny_job: TrainJob, scratc
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 def test_a_card_that_is_not_here_is_stood_in_for(tiny_job: TrainJob) -> None:
-    trial = dry_run(tiny_job, replace(CANDIDATE, precision="bf16"), device="virtual", gpu=CARD, context_bytes=200 * MIB, timeout_s=200)
+    evaluating = replace(tiny_job, args={**tiny_job.args, "eval_strategy": "epoch"})
+    trial = dry_run(evaluating, replace(CANDIDATE, precision="bf16"), device="virtual", gpu=CARD, context_bytes=200 * MIB, timeout_s=200)
     assert trial.outcome == "ok", trial.message
     assert trial.step_s is None and trial.data_wait_s is None
     assert trial.peak_allocated_bytes is not None and trial.peak_reserved_bytes is not None and trial.peak_device_bytes is not None
