@@ -170,8 +170,8 @@ def _length(row: Row, batch: int) -> int:
     text = row["seq_len"].strip()
     if text == "512" and "DeepLearningExamples BERT" in row["source"] and "pretrain" in row["task"]:
         return BINNED_LENGTH
-    if text.isdigit():
-        return int(text)
+    if stated := re.match(r"^([\d,]+)(k?)(?:\s*tokens?)?(?:\s*\(?(?:packed|fixed|constant)\b.*)?$", text.lower()):
+        return int(stated[1].replace(",", "")) * (1024 if stated[2] else 1)
     if "15026" in row["source"]:
         return _longest_of(batch, median=30, spread=0.55, limit=512)
     if "MetaMathQA" in row["source"]:
@@ -192,15 +192,18 @@ def _longest_of(count: int, *, median: float, spread: float, limit: int) -> int:
 
 def _precision(text: str, notes: str) -> tuple[str, torch.dtype]:
     """(autocast, dtype of the weights the kernels see)."""
-    plain = text.lower()
-    if "fp8" in plain or "float8" in notes.lower():
+    plain = text.lower().replace("bfloat16", "bf16").replace("float16", "fp16").replace("float32", "fp32")
+    if "fp8" in plain or "float8" in plain + notes.lower():
         raise NotACase("float8 is not modelled")
-    if "pure" in plain or plain in ("bf16", "amp_bf16") or "fsdp" in plain:
+    stored = any(word in plain for word in ("pure", "true", "weights"))
+    if "bf16" in plain and (stored or plain in ("bf16", "amp_bf16") or "fsdp" in plain):
         return "fp32", torch.bfloat16  # sharded mixed precision gathers the weights in bfloat16
-    if not plain or plain.startswith("bf16"):
+    if "fp16" in plain and stored:
+        return "fp32", torch.float16
+    if not plain or "bf16" in plain:
         return "bf16", torch.float32
-    for name in ("fp16", "tf32", "fp32"):
-        if plain.startswith(name):
+    for name, words in (("fp16", ("fp16", "amp", "mixed")), ("tf32", ("tf32",)), ("fp32", ("fp32", "32"))):
+        if any(word in plain for word in words):
             return name, torch.float32
     raise NotACase(f"precision '{text}' is not known")
 

@@ -44,6 +44,7 @@ def compare(
     if not names:
         raise ConfigError("--gpus names no card", hint="for example --gpus t4,l4,4090")
     request = Request(
+        own_process=True,
         num_gpus=num_gpus,
         model=model,
         seq_len=seq_len,

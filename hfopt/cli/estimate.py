@@ -63,6 +63,7 @@ def estimate(
         from hfopt.quiet import quietly
 
         request = Request(
+            own_process=True,
             gpu=gpu,
             vram_gib=vram,
             model=model,
