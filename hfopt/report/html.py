@@ -34,6 +34,7 @@ p { margin: .4rem 0; overflow-wrap: anywhere; } .soft { color: var(--soft); font
 .scroll { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: .4rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; overflow-wrap: break-word; }
 th { color: var(--soft); font-weight: 600; } td.better { color: var(--good); } td.worse { color: var(--bad); }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem; overflow-x: auto; font-size: .85rem; }
 .chart { height: 22rem; margin: .5rem 0; }
 @media (max-width: 40rem) {
   body { font-size: 15px; padding: .6rem; } .chart { height: 20rem; } th, td { padding: .35rem .4rem; }
@@ -159,6 +160,11 @@ def tiles(pairs: Iterable[tuple[str, str]]) -> str:
 
 def paragraph(text: str, *, css: str = "") -> str:
     return f'<p class="{css}">{html.escape(text)}</p>' if css else f"<p>{html.escape(text)}</p>"
+
+
+def code(text: str) -> str:
+    """A command, to be copied."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def section(title: str, *pieces: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hfopt.report import html, plan_charts
 from hfopt.report.text import candidate_words, device_words, place_words, value_words, why_not
 from hfopt.schema import PlanCharts, PlanFacts
-from hfopt.units import format_bytes, format_percent, format_rate
+from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 _MOST_OTHERS = 8
 
@@ -18,7 +18,7 @@ def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
         if changes
         else html.section("Changes", html.paragraph("Nothing to change: the config is already the best one found for this device."))
     )
-    pieces += [*_over_step(facts, charts), *_by_batch(facts, charts), _others(facts)]
+    pieces += [_engine(facts), _measured(facts), *_over_step(facts, charts), *_by_batch(facts, charts), _others(facts)]
     for advice in facts.advice:
         pieces.append(html.section(advice.title, html.paragraph(advice.detail), *([html.paragraph(advice.flag)] if advice.flag else [])))
     pieces += [html.paragraph(note, css="soft") for note in facts.notes]
@@ -43,6 +43,36 @@ def _summary(facts: PlanFacts) -> str:
             (verified, "dry run"),
         ]
     )
+
+
+def _engine(facts: PlanFacts) -> str:
+    """How several devices share the work, and how to start it."""
+    choice = facts.engine
+    if choice is None:
+        return ""
+    commands = [html.code(command) for command in choice.commands]
+    others = html.table(("engine", "why not"), choice.rejected, stack=True) if choice.rejected else ""
+    return html.section(f"{choice.name} over {facts.job.world_size} devices", html.paragraph(choice.reason), *commands, others)
+
+
+def _measured(facts: PlanFacts) -> str:
+    found, trial = facts.correction, facts.trial
+    if found is None or trial is None:
+        return ""
+    rows = []
+    if found.predicted_reserved_bytes is not None and found.measured_reserved_bytes is not None:
+        sizes = (format_bytes(found.predicted_reserved_bytes), format_bytes(found.measured_reserved_bytes))
+        rows.append(("reserved memory", *sizes, _off(found.memory_error)))
+    if found.predicted_step_s is not None and found.measured_step_s is not None:
+        times = (format_seconds(found.predicted_step_s), format_seconds(found.measured_step_s))
+        rows.append(("a step", *times, _off(found.time_error)))
+    where = f"{candidate_words(found.candidate)}, tried on {place_words(trial)}."
+    table = html.table(("", "predicted", "measured", "off by"), rows)
+    return html.section("Predicted and measured", html.paragraph(where, css="soft"), table) if rows else ""
+
+
+def _off(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.1f} %"
 
 
 def _over_step(facts: PlanFacts, charts: PlanCharts) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from hfopt.report import plan_charts
 from hfopt.report.plan_page import plan_page
-from hfopt.schema import PlanCharts, PlanFacts
+from hfopt.schema import Correction, EngineChoice, PlanCharts, PlanFacts, Trial
 from hfopt.units import GIB
 
 
@@ -26,6 +26,26 @@ def test_the_page_is_self_contained_and_says_what_changes(facts: PlanFacts, char
 def test_a_batch_that_was_asked_for_is_not_said_to_be_the_same(facts: PlanFacts) -> None:
     assert "before = after" in plan_page(facts, PlanCharts()).decode()
     assert "asked for; it was 96" in plan_page(replace(facts, effective_batch=128), PlanCharts()).decode()
+
+
+def test_the_page_says_what_was_measured_and_how_devices_share_the_work(facts: PlanFacts) -> None:
+    after = facts.after.candidate
+    trial = Trial(device="virtual", candidate=after, outcome="ok")
+    found = Correction(candidate=after, device="virtual", predicted_reserved_bytes=3 * GIB, measured_reserved_bytes=4 * GIB)
+    engine = EngineChoice(name="FSDP2", reason="DDP does not fit", rejected=(("DDP", "<b>too large</b>"),), commands=("torchrun x.py",))
+    plain = plan_page(facts, PlanCharts()).decode()
+    assert "Predicted and measured" not in plain and "over 1 devices" not in plain
+    text = plan_page(replace(facts, trial=trial, correction=found, engine=engine), PlanCharts()).decode()
+    for words in (
+        "3.00 GiB",
+        "4.00 GiB",
+        "-25.0 %",
+        "the virtual GPU",
+        "FSDP2 over 1 devices",
+        "<pre>torchrun x.py</pre>",
+        "&lt;b&gt;too large",
+    ):
+        assert words in text, words
 
 
 def test_a_plan_that_changes_nothing_says_so(facts: PlanFacts) -> None:
