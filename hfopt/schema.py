@@ -30,6 +30,9 @@ Task = Literal[
     "custom",
 ]
 
+ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
+"""What a plan changes only where the user allows it."""
+
 # ---------------------------------------------------------------------------------------------- config
 
 

@@ -49,7 +49,6 @@ def run(
       hfopt run --plan-only -m package.train             only the plan, in OUTPUT_DIR/hfopt
       hfopt run --restarts 5 torchrun --nproc_per_node 4 train.py
     """
-    from hfopt.planner.request import Request
     from hfopt.runtime.launch import supervise
     from hfopt.runtime.run_options import RunOptions
 
@@ -57,14 +56,13 @@ def run(
         raise HfoptError("--plan-only and --dry-run exclude each other", hint="--dry-run plans too, and takes a few steps")
     if not plan and (plan_only or dry_run):
         raise HfoptError("--no-plan leaves nothing to do for --plan-only or --dry-run")
-    wishes = Request(keep=known_keys(keep or []), allow=allowed(allow), headroom=headroom)
     options = RunOptions(
         mode="plan_only" if plan_only else "dry_run" if dry_run else "train",
         plan=plan,
         fallback=fallback and not dry_run,
-        keep=tuple(sorted(wishes.keep)),
-        allow=tuple(sorted(wishes.allow)),
-        headroom=wishes.headroom,
+        keep=tuple(sorted(known_keys(keep or []))),
+        allow=tuple(sorted(allowed(allow))),
+        headroom=headroom,
         prepare=PREPARE,
     )
     arguments = resolved(command, nproc=nproc)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hfopt.config.installed import installed
 from hfopt.config.step import checkpointing_of, default_optim, precision_of
+from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.device import Device
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
 from hfopt.planner.request import Request, Subject
@@ -45,7 +46,8 @@ def space_of(subject: Subject, request: Request, device: Device, allowed: Precis
     kept = job.kept
     effective = request.effective_batch or job.effective_batch
     trades = "accumulation" in request.allow or effective != job.effective_batch
-    pinned = not trades and workload.batch_dependent_loss is not None
+    rule = batch_rule(job)
+    pinned = not trades and (workload.batch_dependent_loss is not None or rule.keeps_pair)
     compiled = (current.torch_compile,) if "torch_compile" not in request.allow or current.torch_compile else (False, True)
     fused = "optim" in request.allow and "optim" not in kept and (job.args.get("optim") or default_optim()) == "adamw_torch"
     return Space(
@@ -55,7 +57,8 @@ def space_of(subject: Subject, request: Request, device: Device, allowed: Precis
         checkpointings=_checkpointings(subject, current),
         batch=job.per_device_batch if "per_device_train_batch_size" in kept else None,
         accumulation=job.accumulation if pinned or "gradient_accumulation_steps" in kept else None,
-        batch_multiple=int(job.args.get("num_generations") or 8) if job.trainer == "GRPO" else 1,
+        batch_multiple=rule.multiple,
+        batch_divides=rule.divides,
         optims=(None, FUSED) if fused else (None,),
         attention=attention_choices(subject, request.allow, device.gpu).values,
         compiled=compiled,

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 
 from hfopt.config.installed import installed
 from hfopt.planner.advice import advice
+from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.charts import charts
 from hfopt.planner.choices import defaults
 from hfopt.planner.confirm import Confirmed
 from hfopt.planner.device import Device
 from hfopt.planner.evaluation import eval_batch
 from hfopt.planner.feeding import Feeding
+from hfopt.planner.generation import generation_notes
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
@@ -107,12 +109,29 @@ def _notes(course: Course) -> Iterator[str]:
     yield from (f"repaired for transformers {installed().version}: {repair}" for repair in subject.repairs)
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
+    yield from batch_rule(subject.job).notes
+    yield from _shapes(course)
     yield from course.allowed.warnings
     yield from subject.workload.notes
+    yield from _generation(course)
     yield from course.pricing.estimate(course.result.winner[0]).notes
     for offer in (attention_choices(subject, request.allow, course.device.gpu), liger_choices(subject, request.allow)):
         if offer.note is not None:
             yield offer.note
+
+
+def _shapes(course: Course) -> Iterator[str]:
+    compiled = course.result.winner[0].torch_compile or course.subject.job.args.get("torch_compile") is True
+    if compiled and course.subject.workload.lengths is not None:
+        yield "torch_compile compiles anew for every length: pad all samples to one (or to a multiple of 64), and drop the last batch"
+
+
+def _generation(course: Course) -> Iterator[str]:
+    device, workload = course.device, course.subject.workload
+    dtype = device.weights_dtype(workload) or workload.weights_dtype
+    yield from generation_notes(
+        course.subject, course.pricing.memory(course.result.winner[0]), budget_bytes=device.budget_bytes, dtype=dtype
+    )
 
 
 def _failures(course: Course) -> Iterator[str]:

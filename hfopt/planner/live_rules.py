@@ -34,7 +34,7 @@ def kind_of(trainer: Any) -> Kind:
 
 def data_parallel_world(trainer: Any) -> int:
     """Ranks that share a sample (tensor, context, sequence parallel) do not multiply the batch."""
-    world = int(getattr(trainer.args, "world_size", 1))
+    world = int(getattr(trainer.args, "world_size", 1)) * max(1, int(getattr(trainer.args, "n_gpu", 1)))  # DataParallel's replicas count
     for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
         if hasattr(trainer, size):
             world //= max(1, int(getattr(trainer, size)()))
@@ -59,6 +59,12 @@ def kept_keys(trainer: Any) -> Kept:
     if getattr(trainer.args, "torch_compile", False):
         keys.update(("gradient_checkpointing", "gradient_checkpointing_kwargs"))
         notes.append("torch_compile: checkpointing stays as it is, for the compiled graph was asked for with it")
+    if getattr(trainer.args, "n_gpu", 1) > 1:
+        notes.append(
+            f"{trainer.args.n_gpu} GPUs in one process are DataParallel; `hfopt run --nproc {trainer.args.n_gpu}` gives each its own"
+        )
+    if getattr(trainer.args, "use_liger_kernel", False):
+        notes.append("what liger's kernels save is not in the estimate: there is more room than it says")
     return Kept(keys=frozenset(keys), notes=tuple(notes))
 
 

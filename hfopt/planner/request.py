@@ -12,10 +12,9 @@ from hfopt.config.engine import model_parallel_of
 from hfopt.config.load import Loaded, load, load_document
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
-from hfopt.schema import DataSpec, Hardware, Task, TrainJob, Workload
+from hfopt.schema import ALLOWABLE, DataSpec, Hardware, Task, TrainJob, Workload
 from hfopt.units import GIB, parse_rate
 
-ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
 LrScaling = Literal["none", "sqrt", "linear"]
 Progress = Callable[[str], None]
 LINKS = ("nvlink", "pcie", "network")

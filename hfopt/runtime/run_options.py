@@ -8,6 +8,9 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hfopt.errors import ConfigError
+from hfopt.schema import ALLOWABLE
+
 VARIABLE = "HFOPT_RUN"
 
 
@@ -21,6 +24,13 @@ class RunOptions:
     headroom: float = 0.06
     prepare: str | None = None
     """Who prepares a Trainer before it trains, as 'module:function': this stage may not know the planner."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.allow) - set(ALLOWABLE))
+        if unknown:
+            raise ConfigError(f"--allow {unknown[0]} is not known", hint=f"can be allowed: {', '.join(ALLOWABLE)}")
+        if not 0 <= self.headroom < 1:
+            raise ConfigError(f"--headroom {self.headroom} is no share", hint="give a number from 0 to 0.99; 0.06 leaves 6 % free")
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))

@@ -22,7 +22,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What may be chosen. A pinned value is the user's and the only one tried; `batch_multiple` is what the trainer demands of a batch."""
+    """What may be chosen. A pinned value is the user's and the only one tried; `batch_multiple` and
+    `batch_divides` are what the trainer demands of a batch."""
 
     effective_batch: int
     world_size: int
@@ -31,6 +32,7 @@ class Space:
     batch: int | None = None
     accumulation: int | None = None
     batch_multiple: int = 1
+    batch_divides: int | None = None
     optims: tuple[str | None, ...] = (None,)
     attention: tuple[str | None, ...] = (None,)
     compiled: tuple[bool, ...] = (False,)
@@ -51,6 +53,7 @@ def micro_batches(space: Space) -> tuple[int, ...]:
         if space.batch in (None, batch)
         and space.accumulation in (None, per_device // batch)
         and (batch * space.world_size) % space.batch_multiple == 0
+        and (space.batch_divides is None or space.batch_divides % batch == 0)
     )
 
 

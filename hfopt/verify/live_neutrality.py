@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from hfopt.schema import Neutrality
+from hfopt.workload.copies import copies_of
 from hfopt.workload.own_loss import apart, loss_of
 from hfopt.workload.samples import readable_samples, same_random_state
 from hfopt.workload.trainer import collator_of
 
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 """What a loss may raise on fewer samples than it was made for; then there is no answer."""
+_MOST_PARAMETERS = 200_000_000  # of a copy: a few forward passes of that on the CPU take seconds
 _BETWEEN = 0.1  # of the loss: rounding, and masks drawn anew for each group (a contrastive loss of one sample is off by all of it)
 
 
@@ -31,15 +33,13 @@ def probe_live(trainer: Any) -> Neutrality | None:
 
     base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     name = type(base).__name__
-    try:
-        with same_random_state(), _evaluating(trainer.model), torch.no_grad():
-            asked = _Asked(trainer)
-            uses, separable = asked.uses_items(), asked.is_separable()
-    except _FAILURES:
+    answer = _asked(trainer, trainer.model)
+    if answer is None and _may_be_copied(trainer.model):
+        answer = _asked(trainer, _noise(copies_of(trainer)()))
+    if answer is None:
         return None
-    if uses is None or separable is None:
-        return None
-    scaled = _left_to_the_loss(trainer, asked.counts_items)
+    uses, separable, counts_items = answer
+    scaled = _left_to_the_loss(trainer, counts_items)
     accumulation = max(2, int(trainer.args.gradient_accumulation_steps))
     neutral = separable and uses == scaled
     ratio = 1.0 if uses == scaled else float(accumulation) if scaled else 1.0 / accumulation
@@ -54,15 +54,40 @@ def probe_live(trainer: Any) -> Neutrality | None:
     )
 
 
+def _asked(trainer: Any, model: torch.nn.Module) -> tuple[bool, bool, bool] | None:
+    """Uses the items, is separable, is given items at all."""
+    try:
+        with same_random_state(), _evaluating(model), torch.no_grad():
+            asked = _Asked(trainer, model)
+            uses, separable = asked.uses_items(), asked.is_separable()
+    except _FAILURES:
+        return None
+    return None if uses is None or separable is None else (uses, separable, asked.counts_items)
+
+
+def _may_be_copied(model: torch.nn.Module) -> bool:
+    """A device whose values mean nothing (the virtual GPU) gives no answer; a copy on the CPU does."""
+    parameters = list(model.parameters())
+    return bool(parameters[0].is_cuda) and sum(parameter.numel() for parameter in parameters) <= _MOST_PARAMETERS
+
+
+def _noise(model: torch.nn.Module) -> torch.nn.Module:
+    with torch.no_grad(), same_random_state():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.normal_(std=0.02)
+    return model
+
+
 class _Asked:
     """The live Trainer's loss as a function of samples and the number of items."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, model: torch.nn.Module) -> None:
         self._beside = apart(trainer)
-        self._model = trainer.model
+        self._model = model
         self._collate = collator_of(trainer)
         self._data = readable_samples(trainer.train_dataset)
-        self._device = next(trainer.model.parameters()).device
+        self._device = next(model.parameters()).device
         self.counts_items = "labels" in self._batch([0]) and (
             bool(trainer.model_accepts_loss_kwargs) or getattr(trainer, "compute_loss_func", None) is not None
         )

@@ -29,12 +29,21 @@ class Copies:
 
 
 def copies_of(trainer: Any) -> Copies:
+    _check_whole(trainer)
     packed = next((type(parameter).__name__ for parameter in trainer.model.parameters() if hasattr(parameter, "quant_state")), None)
     if packed is not None:
         raise WorkloadError(
             f"the model's weights are packed ({packed}), and packed weights cannot be copied without their values", hint=_FROM_CONFIG
         )
     return Copies(trainer=trainer, template=_copied(trainer, keep_weights=False))
+
+
+def _check_whole(trainer: Any) -> None:
+    """A model of which this process holds only a part does not show what a step takes."""
+    if any(hasattr(parameter, "ds_id") or type(parameter.data).__name__ == "DTensor" for parameter in trainer.model.parameters()):
+        raise WorkloadError("the model was loaded in shards (ZeRO-3, a DistributedConfig): its parts cannot be traced", hint=_FROM_CONFIG)
+    if getattr(trainer, "is_model_parallel", False):
+        raise WorkloadError("the model is spread over several devices (device_map): one device does not hold a step", hint=_FROM_CONFIG)
 
 
 def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
@@ -56,8 +65,16 @@ def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
         carry(twin, beside)
     if getattr(twin, "is_gradient_checkpointing", False):
         twin.gradient_checkpointing_disable()
+    if not keep_weights and uses_flash_kernel(twin):
+        twin.set_attn_implementation("sdpa")
     assert isinstance(twin, nn.Module)
     return twin.train()
+
+
+def uses_flash_kernel(model: Any) -> bool:
+    """A package's CUDA kernel; PyTorch's own takes the same memory, where no sample is padded, which is how the packages see a batch."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+    return hasattr(model, "set_attn_implementation") and (name.startswith("flash_attention") or "/" in name)
 
 
 def _parameter(parameter: nn.Parameter, *, keep_weights: bool) -> nn.Parameter:

@@ -42,6 +42,8 @@ def apart(trainer: Any) -> Any:
                 setattr(beside, name, copy.deepcopy(value))
             except (TypeError, RuntimeError):
                 setattr(beside, name, copy.copy(value))
+    if not hasattr(trainer, "current_gradient_accumulation_steps"):  # the loop sets it, and losses read it
+        beside.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     if hasattr(trainer, "accelerator"):
         beside.accelerator = _Alone(trainer.accelerator)
     return beside

@@ -18,7 +18,8 @@ from hfopt.errors import WorkloadError
 from hfopt.schema import BatchShape, DataSpec, LengthSpread, Task, Workload
 from hfopt.workload.batch import BatchMaker, accepted_inputs
 from hfopt.workload.build import unfaked
-from hfopt.workload.copies import copies_of
+from hfopt.workload.copies import copies_of, uses_flash_kernel
+from hfopt.workload.generated import generated_batches, generates
 from hfopt.workload.heads import task_of_class
 from hfopt.workload.losses import why_batch_dependent
 from hfopt.workload.own_loss import apart, own_loss
@@ -26,6 +27,7 @@ from hfopt.workload.preference import BATCH_DEPENDENT
 from hfopt.workload.recipe import repeated_blocks
 from hfopt.workload.samples import Samples, longest_samples, same_random_state, token_count
 from hfopt.workload.shapes import size_batch
+from hfopt.workload.unpadded import Unpadded
 
 
 def from_trainer(trainer: Any) -> Workload:
@@ -105,15 +107,20 @@ class _Collated:
 
 
 def _batches(trainer: Any, base: nn.Module, task: Task) -> tuple[Callable[[int], dict[str, Any]], BatchShape, tuple[str, ...]]:
+    if generates(trainer):
+        return generated_batches(trainer)
     samples = longest_samples(trainer.train_dataset)
     if samples is None:
         return _assumed(base, task)
-    maker = _Collated(collate=collator_of(trainer), samples=samples)
+    flash = uses_flash_kernel(base)
+    collated = _Collated(collate=collator_of(trainer), samples=replace(samples, shorter=None) if flash else samples)
+    maker: Callable[[int], dict[str, Any]] = Unpadded(collated=collated) if flash else collated
     try:
         batch = maker(2)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise WorkloadError(f"the trainer's collator does not take its own samples: {error}") from error
-    return maker, _shape_of(batch, base), (f"batches are made of {_seen(samples)}",)
+    notes = (f"batches are made of {_seen(samples)}",)
+    return maker, _shape_of(batch, base), (*notes, "a flash-attention package is estimated as PyTorch's own kernel") if flash else notes
 
 
 def _seen(samples: Samples) -> str:

@@ -200,3 +200,32 @@ def test_sizes_order_samples_of_all_kinds() -> None:
     assert sample_size({"input_ids": [1, 2, 3], "label": 1}) == 4
     assert sample_size(torch.zeros(2, 3)) == 6 and sample_size("abcd") == 4 and sample_size(numpy.zeros((2, 5))) == 10
     assert sample_size({"rows": [[1, 2], [3]]}) == 3 and longest_samples([]) is None and longest_samples(None) is None
+
+
+def test_a_padding_free_batch_is_rows_without_a_mask(tmp_path: Path, faked: Any) -> None:
+    from transformers import DataCollatorWithFlattening, LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 50}
+    model = LlamaForCausalLM(LlamaConfig(**shape))
+    model.config._attn_implementation = "flash_attention_2"  # as a machine with the package and a card has it
+    data = [{"input_ids": [1] * length} for length in LENGTHS]
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=DataCollatorWithFlattening())
+    workload = from_trainer(trainer)
+    batch = workload.make_batch(3)
+    assert batch["input_ids"].shape == batch["labels"].shape == (3, max(LENGTHS)) and "position_ids" not in batch
+    with faked():
+        workload.build_model()(**batch).loss.backward()
+    assert model.config._attn_implementation == "flash_attention_2"
+    assert any("flash" in note for note in workload.notes)
+
+
+def test_a_model_in_parts_is_refused(make_trainer: Any) -> None:
+    trainer = make_trainer()
+    trainer.is_model_parallel = True
+    with pytest.raises(WorkloadError, match="several devices"):
+        from_trainer(trainer)
+    trainer.is_model_parallel = False
+    next(trainer.model.parameters()).ds_id = 1
+    with pytest.raises(WorkloadError, match="shards"):
+        from_trainer(trainer)

@@ -14,11 +14,14 @@ from typing import Any
 from hfopt.schema import Change
 from hfopt.search.changes import PRECISION_KEYS
 
+_ATTENTION = "attn_implementation"
 _ENVIRONMENT = "ACCELERATE_MIXED_PRECISION"  # where transformers before 5 leaves the precision for accelerate
 
 
 def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool = False) -> None:
     args = trainer.args
+    _switch_attention(trainer.model, changes)
+    changes = [change for change in changes if change.key != _ATTENTION]
     before = {change.key: getattr(args, change.key) for change in changes}
     batch, accepts = trainer._train_batch_size, trainer.model_accepts_loss_kwargs
     try:
@@ -34,6 +37,13 @@ def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool
         if before.keys() & set(PRECISION_KEYS):
             _renew_accelerator(trainer)
         raise
+
+
+def _switch_attention(model: Any, changes: Sequence[Change]) -> None:
+    """The model's own setting, not one of the arguments; only planned where the user allowed it."""
+    for change in changes:
+        if change.key == _ATTENTION:
+            model.set_attn_implementation(change.after)
 
 
 def _bring_after(trainer: Any, changed: frozenset[str], old_batch: int) -> None:

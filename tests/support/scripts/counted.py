@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -61,11 +62,11 @@ class Counting(Trainer):
 
 
 class Sharded(Counting):
-    """accelerate shards on accelerators only; FSDP2 itself runs on the CPU, so it is told that it may."""
+    """accelerate shards on accelerators only, though FSDP2 itself runs on the CPU: the processes are called GPUs while it decides."""
 
     def create_accelerator_and_postprocess(self) -> None:
+        PartialState().distributed_type = DistributedType.MULTI_GPU
         super().create_accelerator_and_postprocess()
-        self.accelerator.state.distributed_type = self.accelerator.state.fsdp_plugin and DistributedType.FSDP
 
 
 def main() -> None:
@@ -92,6 +93,7 @@ def main() -> None:
     trainer.train()
     result = {
         "rank": RANK,
+        "model": type(trainer.model).__name__,
         "step": trainer.state.global_step,
         "batch": arguments.per_device_train_batch_size,
         "accumulation": arguments.gradient_accumulation_steps,

@@ -1,0 +1,54 @@
+"""Several ranks under `hfopt run --nproc`: planned once, the same on all, and every optimizer step takes its effective batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "tests" / "support" / "scripts" / "counted.py"
+PER_RANK = 2 * 4  # the script's batch and accumulation
+
+
+def hfopt_run(world: int, folder: Path, kind: str, trouble: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "hfopt", "run", "--nproc", str(world), str(SCRIPT), str(folder), kind, trouble]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=400, check=False)
+
+
+def samples_of_each_step(folder: Path, world: int) -> dict[int, list[int]]:
+    """All ranks together, as the step was taken last: a restart repeats the steps after its checkpoint."""
+    taken: dict[int, dict[int, list[int]]] = {}
+    for rank in range(world):
+        for line in (folder / f"steps.{rank}").read_text().splitlines():
+            entry = json.loads(line)
+            taken.setdefault(entry["step"], {})[rank] = entry["rows"]
+    return {step: [row for rows in ranks.values() for row in rows] for step, ranks in taken.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "kind", "trouble", "restarts"), [(2, "ddp", "optimizer", 1), (4, "ddp", "forward", 0), (2, "fsdp", "forward", 1)]
+)
+def test_every_step_takes_its_effective_batch(tmp_path: Path, world: int, kind: str, trouble: str, restarts: int) -> None:
+    run = hfopt_run(world, tmp_path, kind, trouble)
+    assert run.returncode == 0, run.stderr[-3000:]
+    ranks: list[dict[str, Any]] = [json.loads(found) for found in re.findall(r"RESULT (\{[^{}]*\})", run.stdout)]
+    assert [rank["step"] for rank in ranks] == [4] * world
+    assert all(rank["batch"] * rank["accumulation"] == PER_RANK for rank in ranks)
+    assert all(rank["model"].startswith("FSDP") == (kind == "fsdp") for rank in ranks)
+    assert len({json.dumps(rank["losses"]) for rank in ranks}) == 1
+    assert run.stderr.count("hfopt: planned: per_device_train_batch_size 2 → 8") == 1, "a restart keeps its plan"
+    assert run.stderr.count("Restart 1 of at most 3, resuming from") == restarts
+    assert (tmp_path / "happened").exists()
+    steps = samples_of_each_step(tmp_path, world)
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert all(len(rows) == len(set(rows)) == PER_RANK * world for rows in steps.values())
+    assert (tmp_path / "out" / "hfopt" / "monitor.jsonl").is_file()
