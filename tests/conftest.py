@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,8 @@ from nvml_standin import NvmlStandin, compile_standin
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in the background, and children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _why_no_virtual_gpu() -> str | None:
