@@ -92,4 +92,14 @@ def test_what_cannot_win_is_not_traced() -> None:
     found = best_first(every(64), models, 1 << 30)
     assert models.traced == {("bf16", 0)}
     assert found.ranked[0][0] == Candidate(per_device_batch=64, accumulation=1, precision="bf16")
-    assert any("not traced" in r.reason for r in found.rejected)
+    reasons = {r.candidate: r.reason for r in found.rejected}
+    whole = Candidate(per_device_batch=64, accumulation=1, precision="fp32")
+    assert reasons[whole] == "at least 350 % slower than the best that fits: not traced"  # 0.9 × 5 s against 1 s
+
+
+def test_what_may_tie_with_the_best_is_traced_and_ranked() -> None:
+    speed = {g: 1.0 if g == ("bf16", 0) else 1.0 + TIE / 2 if g == ("fp32", 0) else 9.0 for g in GROUPS}
+    models = Arithmetic(speed=speed, limit=dict.fromkeys(GROUPS, 1000), slack=1.0)
+    found = best_first(every(64), models, 1 << 30)
+    assert models.traced == {("bf16", 0), ("fp32", 0)}
+    assert Candidate(per_device_batch=64, accumulation=1, precision="fp32") in {candidate for candidate, _ in found.ranked}
