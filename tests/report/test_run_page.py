@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from hfopt.errors import HfoptError
 from hfopt.report.run_page import comparison_page, run_page
 from hfopt.schema import RunDifference, RunView
 
@@ -55,3 +57,11 @@ def test_a_run_on_the_cpu_has_no_power_and_no_card(run: RunView) -> None:
 def test_a_run_without_a_window_has_no_charts(run: RunView) -> None:
     text = run_page(replace(run, points=(), marks=(), figures={}, notes=("No window was written.",))).decode()
     assert "No window was written." in text and "Nothing was found." in text and len(text) < 20_000
+
+
+def test_without_plotly_a_page_with_charts_says_what_to_install(run: RunView, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(HfoptError) as caught:
+        run_page(run)
+    assert caught.value.hint == "pip install 'hfopt[report]'"
+    assert b"Nothing was found." in run_page(replace(run, points=(), marks=())), "a page without charts needs none"
