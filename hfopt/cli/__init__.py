@@ -64,7 +64,7 @@ def main() -> None:
     say_what_the_terminal_can()
     try:
         try:
-            application(sys.argv[1:])()
+            application(sys.argv[1:])(prog_name="hfopt")
         finally:
             sys.stdout.flush()  # a full disk is found here, and not by the interpreter when it has nobody left to tell
     except HfoptError as error:

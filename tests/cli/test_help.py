@@ -47,6 +47,11 @@ def test_the_version() -> None:
     assert CliRunner().invoke(application(["--version"]), ["--version"]).stdout == f"hfopt {hfopt.__version__}\n"
 
 
+def test_it_goes_by_one_name_however_it_is_started() -> None:
+    shown = subprocess.run([sys.executable, "-m", "hfopt", "gpus", "--help"], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("Usage: hfopt gpus ")
+
+
 def test_only_the_command_that_is_run_is_loaded() -> None:
     code = (
         "import sys; from hfopt.cli import application; application(['watch', 'out'])\n"
