@@ -94,7 +94,7 @@ def plan(
         "trust_remote_code": trust_remote_code,
     }
     made = _made(config, options, quiet=quiet)
-    made = _with_deepspeed_beside(made, output)
+    made = _with_deepspeed_beside(made, None if as_diff else output)
     edited = made.edited()
     _tell(made, edited.stale_comments, quiet=quiet)
     write_out(_diff(made, config, edited.data) if as_diff else edited.data, output)
@@ -108,9 +108,12 @@ def plan(
 
 
 def _with_deepspeed_beside(made: Plan, output: Path | None) -> Plan:
-    """With -o the DeepSpeed config becomes a file beside the YAML, which names it; on stdout the YAML holds it."""
+    """With -o the commands name that file, and the DeepSpeed config becomes a file beside it; on stdout the YAML holds it."""
     choice = made.facts.engine
-    if output is None or choice is None or choice.deepspeed is None:
+    if output is None or choice is None:
+        return made
+    made = made.started_with(str(output))
+    if choice.deepspeed is None:
         return made
     target = output.with_name(f"{output.stem}.deepspeed.json")
     write_out((json.dumps(choice.deepspeed, indent=2) + "\n").encode(), target)

@@ -81,7 +81,8 @@ def _fsdp(args: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -
 
 def _syncs_each_batch(args: Mapping[str, Any]) -> bool:
     config = args.get("accelerator_config")
-    kwargs = config.get("gradient_accumulation_kwargs") if isinstance(config, Mapping) else None
+    name = "gradient_accumulation_kwargs"
+    kwargs = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)  # a live run has the object
     return isinstance(kwargs, Mapping) and _true(kwargs.get("sync_each_batch"))
 
 

@@ -35,6 +35,8 @@ def plan_devices(subject: Subject, request: Request, plan_one: PlanOne) -> Plan:
     if request.engine is not None:
         return contest.only(named_engine(request.engine))
     own = engine_of(subject.job.args)
+    if own is None and subject.job.kept.intersection(ENGINE_KEYS):
+        own = ENGINES[0]
     if own is not None:
         return contest.as_configured(own)
     return contest.best()
@@ -142,7 +144,8 @@ class _Contest:
     def _made(self, engine: Engine, reason: str) -> Plan:
         plan = self.plans[engine.key]
         own, planned = self.subject.job, self._with(engine).job
-        changes = tuple(_changes(own.args, planned.args, engine, reason))
+        alone = plan.facts.after.candidate.accumulation == 1  # nothing is accumulated, so nothing needs to be reduced early
+        changes = tuple(c for c in _changes(own.args, planned.args, engine, reason) if not (alone and c.key == "accelerator_config"))
         choice = EngineChoice(
             name=engine.words,
             reason=reason,

@@ -58,6 +58,14 @@ class Plan:
         changes = tuple(replace(c, after=path) if c.key == "deepspeed" and c.after is not None else c for c in self.facts.changes)
         return replace(self, facts=replace(self.facts, changes=changes))
 
+    def started_with(self, config: str) -> Plan:
+        """The same plan whose commands end with this config."""
+        choice = self.facts.engine
+        if choice is None:
+            return self
+        commands = tuple(f"{command.rpartition(' ')[0]} {config}" for command in choice.commands)
+        return replace(self, facts=replace(self.facts, engine=replace(choice, commands=commands)))
+
     def report(self) -> str:
         """The words of `hfopt plan`, without colours."""
         from hfopt.report.text import plan_text

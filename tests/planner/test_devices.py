@@ -59,6 +59,7 @@ def test_ddp_is_taken_when_the_model_fits(folder: Path) -> None:
     assert choice is not None and choice.name == "DDP"
     assert "torchrun --nproc_per_node 4 train.py train.yaml" in choice.commands
     assert not {"fsdp", "deepspeed"} & {change.key for change in result.facts.changes}
+    assert result.started_with("out.yaml").facts.engine.commands[1].endswith("train.py out.yaml")  # type: ignore[union-attr]
 
 
 @pytest.mark.slow

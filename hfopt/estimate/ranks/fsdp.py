@@ -10,6 +10,7 @@ the context.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -33,14 +34,15 @@ def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Preci
 
         model = build()
         mixed = precision if precision in _MIXED else "no"
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=list(sharding.wrap) or None,
-            reshard_after_forward=sharding.reshard_after_forward,
-            cpu_offload=False,
-            cpu_ram_efficient_loading=False,
-        )
+        with _environment_kept():
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=list(sharding.wrap) or None,
+                reshard_after_forward=sharding.reshard_after_forward,
+                cpu_offload=False,
+                cpu_ram_efficient_loading=False,
+            )
         if mixed != "no":
             plugin.set_mixed_precision(mixed)
         stand_in = SimpleNamespace(
@@ -53,10 +55,22 @@ def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Preci
         )
         try:
             return fsdp2_prepare_model(stand_in, model)
-        except ValueError as error:
-            raise TraceError(f"FSDP2 cannot shard {type(model).__name__}: {error}") from error
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
+            raise TraceError(f"FSDP2 cannot shard {type(model).__name__}: {error}", hint="plan with another --engine") from error
 
     return build_sharded
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """The plugin writes its settings into the environment, where a script's own FSDP would read them."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ above, its names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,8 +40,10 @@ def fake_world(world_size: int) -> Iterator[Any]:
 def _set_aside() -> Iterator[None]:
     saved: dict[str, Any] = {name: getattr(c10d, name) for name in (*_TABLES, "_world", "_group_count")}
     fresh = {**{name: {} for name in _TABLES}, "_world": c10d._World(), "_group_count": _FIRST_NAME}
+    hook = sys.excepthook  # torch puts the rank before every line of a traceback from then on
     vars(c10d).update(fresh)
     try:
         yield
     finally:
         vars(c10d).update(saved)
+        sys.excepthook = hook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -149,9 +150,10 @@ def test_a_process_group_that_is_up_is_put_back() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    hook = sys.excepthook
     try:
         with fake_world(WORLD):
             assert dist.get_world_size() == WORLD
-        assert dist.get_world_size() == 2
+        assert dist.get_world_size() == 2 and sys.excepthook is hook
     finally:
         dist.destroy_process_group()
