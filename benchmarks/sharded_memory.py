@@ -3,20 +3,20 @@
 usage: python benchmarks/sharded_memory.py [--only NAME] [--published]
 
 Each case is a whole Trainer run of three steps under torchrun, with as many virtual cards as ranks; DeepSpeed's cases run where it can
-be imported. The published rows are torchtitan's and torchtune's own figures for other people's training loops: the estimate is that of the
-Trainer's step at the same sizes, and each row says what differs. The last line is one JSON object.
+be imported. The published rows are torchtitan's and torchtune's own figures; see `torchtitan_step.py` and `torchtune_peak` for what is
+traced in their place. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -27,13 +27,14 @@ from hfopt.config.step import step_settings
 from hfopt.estimate.memory import estimate
 from hfopt.hardware.catalog import find
 from hfopt.planner.engines import deepspeed_config, named_engine
-from hfopt.schema import DataSpec, Lora, MemoryPeak, ModelSpec
+from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings
 from hfopt.units import GIB, MIB
 from hfopt.virtual.launch import environment
 from hfopt.workload.model import from_spec
 
 WORKER = Path(__file__).parent / "sharded_worker.py"
-ROWS = Path(__file__).parent / "data" / "published_sharded.csv"
+TORCHTITAN_GIB = {8: 82.4, 128: 67.0}  # ranks: GiB; torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, without compile
+TORCHTUNE_GIB = 27.6  # torchtune README, memory and training speed (bd2a0fc)
 CARD = "A100 SXM 80GB"
 SMALL = {
     "hidden_size": 1024,
@@ -102,8 +103,6 @@ def estimated(one: Case) -> MemoryPeak:
         lora = None if one["lora"] is None else Lora(r=one["lora"], target_modules="all-linear")
         spec = ModelSpec(name=folder, weights_dtype=one["weights"], lora=lora)
         workload = from_spec(spec, DataSpec(max_length=one["length"]))
-        from dataclasses import replace
-
         settings = step_settings(one["arguments"], capability=card.capability, multiprocessors=card.sms)
         hidden = one["model"]["hidden_size"]
         settings = replace(settings, sharding=sharding_of(one["arguments"], world_size=one["world"], hidden_size=hidden))
@@ -131,29 +130,33 @@ def against_the_allocator(only: str | None) -> Iterator[tuple[str, float, float]
 
 
 def published() -> Iterator[tuple[str, float]]:
-    with ROWS.open(newline="", encoding="utf-8") as stream:
-        for row in csv.DictReader(stream):
-            ours = published_estimate(row)
-            error = 100 * (ours / float(row["value"]) - 1)
-            print(
-                f"{row['name']:40} published {float(row['value']):6.1f} GiB, estimated {ours:6.1f} GiB {error:+6.1f} %  ({row['differs']})"
-            )
-            yield row["name"], error
+    """torchtitan: reserved memory, its own step traced. torchtune: active memory, the Trainer's step with a fused loss."""
+    from torchtitan_step import peak
+
+    rows = [(f"torchtitan Llama 3.1 8B, FSDP over {world}", figure, peak(world).reserved_bytes) for world, figure in TORCHTITAN_GIB.items()]
+    rows.append(("torchtune Llama 3.1 70B LoRA, FSDP over 8", TORCHTUNE_GIB, torchtune_peak().allocated_bytes))
+    for name, figure, ours in rows:
+        error = 100 * (ours / GIB / figure - 1)
+        print(f"{name:44} published {figure:5.1f} GiB, estimated {ours / GIB:5.1f} GiB {error:+6.1f} %", flush=True)
+        yield name, error
 
 
-def published_estimate(row: dict[str, str]) -> float:
-    from dataclasses import replace
-
-    card = find(row["card"])
+def torchtune_peak() -> MemoryPeak:
+    """recipes/configs/llama3_1/70B_lora.yaml at the README's batch 2 and 2048 tokens: bfloat16 throughout, loss in slices."""
+    targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    spec = ModelSpec(name="meta-llama/Llama-3.1-70B", weights_dtype="bfloat16", lora=Lora(r=16, target_modules=targets))
+    card = find(CARD)
     assert card.capability is not None
-    lora = json.loads(row["lora"]) if row["lora"] else None
-    spec = ModelSpec(name=row["model"], weights_dtype=row["weights"], lora=Lora(**lora) if lora else None)
-    workload = from_spec(spec, DataSpec(max_length=int(row["length"])))
-    arguments = json.loads(row["arguments"])
-    settings = step_settings(arguments, capability=card.capability, multiprocessors=card.sms)
-    settings = replace(settings, sharding=sharding_of(arguments, world_size=int(row["world"])))
-    peak = estimate(workload, settings).curve.peak(int(row["batch"]))
-    return (peak.reserved_bytes if row["metric"] == "reserved" else peak.allocated_bytes) / GIB
+    settings = StepSettings(
+        precision="fp32",
+        checkpointing=Checkpointing(every_n_layers=1),
+        optim="adamw_torch_fused",
+        fused_loss=True,
+        capability=card.capability,
+        multiprocessors=card.sms,
+        sharding=Sharding(engine="fsdp2", world_size=8, wrap=("LlamaDecoderLayer",)),
+    )
+    return estimate(from_spec(spec, DataSpec(max_length=2048)), settings).curve.peak(2)
 
 
 def summary(errors: list[float]) -> dict[str, Any]:
@@ -174,7 +177,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     rows = [] if options.published else list(against_the_allocator(options.only))
     result = {"allocated": summary([row[1] for row in rows]), "reserved": summary([row[2] for row in rows])}
-    if ROWS.exists() and options.only is None:
+    if options.only is None:
         result["published"] = summary([error for _, error in published()])
     print(json.dumps(result))
 
