@@ -84,6 +84,8 @@ def summary(rows: list[dict[str, str]], found: list[dict[str, Any]]) -> dict[str
     against = [(abs(e), abs(x)) for (row, _), e in zip(pairs, errors, strict=True) if (x := error_pct(row, row["xmem_mib"])) is not None]
     result: dict[str, Any] = {"n": len(errors), **_spread("", errors)}
     result["under_2pct_share"] = sum(error < -2 for error in errors) / len(errors)
+    full = [error_pct(row, one["full_mib"]) or 0.0 for row, one in pairs]
+    result |= {**_spread("full_batches_", full), "full_batches_under_2pct_share": sum(error < -2 for error in full) / len(full)}
     result["wrong_oom"] = sum(wrong_verdict(row, one) for row, one in zip(rows, found, strict=True))
     result["closer_than_xmem_share"] = sum(ours < theirs for ours, theirs in against) / len(against) if against else None
     for peer in ("xmem", "dnnmem"):

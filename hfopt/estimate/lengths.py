@@ -100,7 +100,7 @@ class VaryingLengths:
 
     def _steps(self, batch: int, lengths: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         timeline, micro = self.timeline, self.micro_batches
-        begin, repeated, end = (timeline.marks[name] for name in ("step_0", "step_1", "end"))
+        begin, repeated, end = timeline.marks["step_0"], timeline.marks["step_1"], timeline.marks.get("step_2", timeline.marks["end"])
         windows = [lengths[at : at + micro] for at in range(0, len(lengths), micro)]
         yield timeline.blocks[:begin].tolist(), timeline.sizes(batch)[:begin]
         yield timeline.blocks[begin:repeated].tolist(), self._sizes(batch, windows[0], 0)
