@@ -16,7 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
 
 def run(*command: str) -> str:
     """What it printed for people and for programs."""
-    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=570)
     assert result.returncode == 0, result.stderr[-3000:]
     assert "Traceback" not in result.stderr
     return result.stdout + result.stderr
