@@ -125,14 +125,16 @@ def _drawn_out(low: Sequence[OpCost], high: Sequence[OpCost], reach: float, case
 def traced_cases(path: Path, kept: Path | None) -> tuple[list[Case], dict[Any, Kernels], list[tuple[dict[str, str], str]]]:
     """The cases of a file with the kernels of each, and the rows left out with the reason. `kept` holds traces between runs."""
     cases, skipped = read_cases(path)
-    traced: dict[Any, Kernels] = pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
+    found = pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
+    traced = {key: Kernels(**values) for key, values in found.items()}
     good = []
     for case in cases:
         try:
             if case.key not in traced:
                 traced[case.key] = kernels(case)
                 if kept is not None:
-                    kept.write_bytes(pickle.dumps(traced))
+                    kept.with_suffix(".new").write_bytes(pickle.dumps({key: vars(values) for key, values in traced.items()}))
+                    kept.with_suffix(".new").replace(kept)
         except HfoptError as error:
             skipped.append((case.row, str(error)))
             continue
