@@ -45,6 +45,7 @@ class Case:
     build: Callable[[int], Any]  # depth -> model
     make_batch: Callable[[int], dict[str, Any]]
     settings: StepSettings
+    weights: torch.dtype
     batch: int
     accumulation: int
     samples_per_s: float  # measured, all devices together
@@ -77,10 +78,9 @@ class Case:
             self.model,
             self.length,
             s,
-            row["precision"],
+            self.weights,
             row["lora"],
             row["task"],
-            self.sharded and self.world_size,
             self.looped_optimizer,
         )
 
@@ -136,6 +136,7 @@ def _case(row: Row) -> Case:
         build=found.build,
         make_batch=found.make_batch,
         settings=settings,
+        weights=weights,
         batch=batch,
         accumulation=accumulation,
         samples_per_s=value * (world if "/gpu" in row["unit"] else 1),
