@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 from hfopt.errors import NothingFits
 from hfopt.planner.pricing import Pricing
@@ -52,9 +53,14 @@ def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: 
 
 
 def _tried(found: Found, pricing: Pricing, run: Run, timings: int) -> Confirmed:
-    memories = pricing.nearest_memories([candidate for candidate, _ in found.ranked])
-    needs = {candidate: memory.device_bytes for (candidate, _), memory in zip(found.ranked, memories, strict=True)}
-    verdict = tried(found.ranked, run, timings=timings, needs_bytes=needs.__getitem__)
+
+    @cache
+    def needs() -> dict[Candidate, int]:
+        """Asked only after a failure."""
+        ranked = [candidate for candidate, _ in found.ranked]
+        return {c: memory.device_bytes for c, memory in zip(ranked, pricing.nearest_memories(ranked), strict=True)}
+
+    verdict = tried(found.ranked, run, timings=timings, needs_bytes=lambda candidate: needs()[candidate])
     trial = verdict.trial
     if verdict.chosen is None:
         assert trial is not None
