@@ -76,7 +76,7 @@ def plan_subject(
     space = space_of(subject, request, device, allowed, current)
     pricing = device.pricing(subject, estimator, progress)
 
-    pricing.expect(likely(candidates(space), device))
+    pricing.expect(likely(candidates(space), device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
     found = search()

@@ -66,10 +66,16 @@ def space_of(subject: Subject, request: Request, device: Device, allowed: Precis
     )
 
 
-def likely(pool: Sequence[Candidate], device: Device) -> Candidate:
-    """Which trace the search will ask for first: the largest batch, unchecked, in the fastest precision."""
+def likely(pool: Sequence[Candidate], device: Device, current: Candidate) -> Candidate:
+    """Which trace the search will ask for first: the largest batch, unchecked, in the fastest precision. Who accumulates mostly has to."""
     rate = device.speed.matmul_flops
-    return max(pool, key=lambda c: (not c.checkpointing.on, rate.get(c.precision, 0.0), c.per_device_batch, -c.torch_compile))
+    accumulates = current.accumulation > 1
+
+    def rank(c: Candidate) -> tuple[object, ...]:
+        as_now = (c.accumulation > 1) == accumulates
+        return not c.checkpointing.on, rate.get(c.precision, 0.0), as_now, c.per_device_batch, -c.torch_compile, not c.use_liger_kernel
+
+    return max(pool, key=rank)
 
 
 def defaults() -> dict[str, Any]:

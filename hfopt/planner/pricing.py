@@ -223,11 +223,17 @@ class Pricing:
         both = (settings, replace(settings, accumulation=3 - settings.accumulation))
         return next((one for one in both if one in self._estimates), None)
 
+    def _worth_tracing(self, candidate: Candidate) -> StepSettings:
+        """Its own settings; those with accumulation where it surely does not fit whole, since the smaller ones will be asked for next."""
+        own = self.settings(candidate)
+        at_most = self._optimistic_limit(candidate) if own.accumulation == 1 and not self._adds_gradients else None
+        return own if at_most is None or at_most >= candidate.per_device_batch else replace(own, accumulation=2)
+
     def _traced(self, candidate: Candidate) -> bool:
         return self._any_accumulation(candidate) is not None
 
     def _timer(self, candidate: Candidate) -> StepTimer:
-        settings = self._any_accumulation(candidate) or self.settings(candidate)
+        settings = self._any_accumulation(candidate) or self._worth_tracing(candidate)
         key = (replace(settings, accumulation=1), candidate.precision, candidate.torch_compile)
         if key not in self._timers:
             self._timers[key] = StepTimer(
