@@ -6,6 +6,7 @@ what only CUDA lists is added. Which operations CUDA lists at all is asked of th
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 _HALF = (torch.float16, torch.bfloat16)
 _FALL_THROUGH = torch.library.fallthrough_kernel  # what it is made of may still be on a list
 _AUTOCAST = torch._C.DispatchKeySet(DispatchKey.AutocastCPU)
+# torch 2.6 has no such word, and takes the override without it
+_OVERRIDES: dict[str, Any] = {"allow_override": True} if "allow_override" in signature(torch.library.Library.impl).parameters else {}
 
 
 def _names(text: str) -> frozenset[str]:
@@ -110,9 +113,9 @@ def install_cuda_lists(library: Any) -> None:
     for name in sorted((on_cuda | on_cpu) - _LEFT_ALONE):
         rule = _rule(name, on_cuda, on_cpu)
         if rule is _FALL_THROUGH:
-            library.impl(name, rule, "AutocastCPU", allow_override=True)
+            library.impl(name, rule, "AutocastCPU", **_OVERRIDES)
         elif rule is not None:
-            library.impl(name, rule(_overload(name)), "AutocastCPU", allow_override=True)
+            library.impl(name, rule(_overload(name)), "AutocastCPU", **_OVERRIDES)
 
 
 def _rule(name: str, on_cuda: set[str], on_cpu: set[str]) -> Any:
