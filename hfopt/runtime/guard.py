@@ -11,6 +11,7 @@ import torch
 
 from hfopt.runtime import agreement, chunks, device, oom, rng
 from hfopt.runtime.agreement import PeerFailed, Ranks, Word
+from hfopt.runtime.exactness import structural_refusal
 from hfopt.runtime.fit import Fit
 from hfopt.runtime.pace import Pace, after_window
 from hfopt.runtime.pieces import Pieces
@@ -183,7 +184,10 @@ class Guard:
 
     def _own_word(self, window: Window, model: Any, num_items: Any, failure: Failure) -> Word:
         inputs = window.batches[window.index]
-        self.refusal = window.changed_in_place() or self.pieces.refusal(model, inputs, num_items)
+        if self.fit.process_lost() is None:
+            self.refusal = window.changed_in_place() or self.pieces.refusal(model, inputs, num_items)
+        else:  # the model runs only on all ranks together, so its loss cannot be asked
+            self.refusal = window.changed_in_place() or structural_refusal(model, self.trainer)
         window.attempts += 1
         piece = failure.seen.micro_batch
         lost = failure.lost or ("sixteen attempts failed" if window.attempts > MOST_ATTEMPTS else None)

@@ -29,7 +29,7 @@ class Child:
 
     def wait(self, should_end: Callable[[], bool], *, grace_s: float) -> int:
         """The exit code, as a shell counts it. Ends everything once `should_end` has been true for the time of grace."""
-        waited_s = 0.0
+        waited_s, ended = 0.0, False
         with self._signals_passed_on():
             while True:
                 try:
@@ -39,7 +39,10 @@ class Child:
                     waited_s = waited_s + _POLL_S if should_end() else 0.0
                     if waited_s >= grace_s:
                         end_descendants(grace_s)
+                        ended = True
         end_descendants(grace_s)
+        if ended:  # whoever waited for it first took its exit code along
+            return 128 + signal.SIGTERM
         return code if code >= 0 else 128 - code
 
     @contextmanager

@@ -17,7 +17,7 @@ import yaml
 
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
-from hfopt.runtime import launch
+from hfopt.runtime import launch, processes
 from hfopt.runtime.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.runtime.checkpoints import last_checkpoint
 
@@ -218,3 +218,8 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
     assert result["weights"] == pytest.approx(expected["weights"], rel=1e-9)
     assert "the kernel's OOM killer ended it" in run.stderr and "checkpoint-2" in run.stderr
+
+
+def test_what_is_ended_after_the_time_of_grace_has_not_succeeded() -> None:
+    child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    assert child.wait(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
