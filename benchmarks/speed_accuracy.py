@@ -150,9 +150,7 @@ def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
     assert speed is not None, case.gpu.name
     if case.world_size > 8:
         speed = replace(speed, link_bytes_per_s=NODE_LINK_BYTES_PER_S)
-    ranks = Ranks(
-        world_size=case.world_size, gradient_bytes=made.gradient_bytes, parameter_bytes=made.parameter_bytes, sharded=case.sharded
-    )
+    ranks = _ranks(case, made)
     ops = [_share(op, case.world_size) if case.sharded and op.phase == "optimizer" else op for op in made.ops]
     timer = StepTimer(ops, speed, case.settings.precision, ranks=ranks, compiled=case.compiled)
     return Predicted(
@@ -160,6 +158,14 @@ def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
         samples_per_s=timer.at(case.batch, case.accumulation).samples_per_s,
         roofline_samples_per_s=_roofline(case, ops),
     )
+
+
+def _ranks(case: Case, made: Kernels) -> Ranks:
+    """Sharded: gathered for forward and backward, reduced, in every micro-batch. Else the gradients once, there and back."""
+    share = (case.world_size - 1) / case.world_size
+    if case.sharded:
+        return Ranks(world_size=case.world_size, micro_batch_bytes=(2 * made.parameter_bytes + made.gradient_bytes) * share)
+    return Ranks(world_size=case.world_size, step_bytes=2 * made.gradient_bytes * share)
 
 
 def _share(op: OpCost, world_size: int) -> OpCost:
