@@ -39,7 +39,7 @@ ITERATIONS = 4
 CUT_SHARE = 0.25
 """Of the samples that reach the cut; the others are spread evenly below it. Not published: how many runs with a small batch deviate from
 full batches is most likely with 0.21 (all deviations) to 0.28 (those above the estimate)."""
-DRAWS = 24
+DRAWS, SEED = 16, 7
 TORCH = (2, 6)  # what the rows were measured with
 OPTIONS = AllocatorOptions(torch_version=TORCH)
 CARDS = {"RTX 3060": ((8, 6), 28), "RTX 4060": ((8, 9), 24), "A100-SXM4-40GB": ((8, 0), 108)}
@@ -175,15 +175,18 @@ def _varying(tracer: Tracer, script: Callable[[Session], None], timeline: Timeli
     length = shorter_length(longest)
     if length is None:
         return None
-    below = round(100 * (1 - CUT_SHARE))
-    spread = LengthSpread(
-        longest=longest, lengths=(*(1 + number * (longest - 1) // below for number in range(below)), *[longest] * (100 - below))
-    )
+    spread = LengthSpread(longest=longest, lengths=tuple(sorted(sample_lengths(longest))))
     try:
         short = tracer.record(script, full.batch, change=lambda batch: shortened(batch, longest, length))
         return varying(timeline, full, short, spread, length)
     except TraceError:
         return None
+
+
+def sample_lengths(longest: int) -> list[int]:
+    """A hundred samples: those at the cut, and those evenly below it."""
+    below = round(100 * (1 - CUT_SHARE))
+    return [longest] * (100 - below) + [1 + round((longest - 2) * number / (below - 1)) for number in range(below)]
 
 
 def full_batches(curve: MemoryCurve, batch: int, room: int | None) -> Replay:
@@ -195,9 +198,9 @@ def drawn_batches(curve: MemoryCurve, batch: int, room: int) -> float | None:
     """Reserved bytes, the mean over drawn lengths; None where only full batches can be replayed."""
     if curve.varying is None:
         return None
-    dice, found = random.Random(batch), []
+    samples, dice, found = sample_lengths(curve.varying.spread.longest), random.Random(SEED), []
     for _ in range(DRAWS):
-        lengths = [max(dice.choices(curve.varying.spread.lengths, k=batch)) for _ in range(ITERATIONS)]
+        lengths = [max(dice.choices(samples, k=batch)) for _ in range(ITERATIONS)]
         allocator = CachingAllocator(OPTIONS, capacity_bytes=room)
         found.append(replay_events(curve.timeline, curve.varying.events(batch, lengths), allocator).reserved_bytes)
     return fmean(found)
