@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from hfopt.config.step import checkpointing_of, precision_of
 from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
@@ -110,3 +113,12 @@ def test_reading_the_flags() -> None:
     assert precision_of({"fp16": False}) == "fp32"
     assert checkpointing_of({"gradient_checkpointing": True}) == Checkpointing(every_n_layers=1)
     assert checkpointing_of({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}) == Checkpointing()
+
+
+@pytest.mark.parametrize(("fits", "said"), [(True, "samples/s predicted instead of"), (False, "8 does not fit")])
+def test_the_reason_says_whether_the_old_batch_was_too_large_or_too_slow(fits: bool, said: str) -> None:
+    old, new = (Candidate(per_device_batch=batch, accumulation=8 // batch, precision="fp32") for batch in (8, 4))
+    before = replace(chosen(old, loader()), fits=fits)
+    outcome = Outcome(before=before, after=chosen(new, loader()), effective_batch=8, budget_bytes=1, device="card")
+    reasons = {change.key: change.reason for change in changes(Setting(args={}, defaults=DEFAULTS, kept=frozenset()), outcome)}
+    assert said in reasons["per_device_train_batch_size"]
