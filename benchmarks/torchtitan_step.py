@@ -27,7 +27,11 @@ from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
 from hfopt.workload.model import from_spec
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256
-KEPT = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+}
 
 
 def selective() -> Any:
@@ -62,7 +66,7 @@ def step(session: Session) -> None:
     for _ in range(2):
         batch = session.to_device()
         with session.phase("forward"):
-            logits = model(input_ids=batch["input_ids"]).logits
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(0, 1))
             del logits
         with session.phase("backward"):
@@ -84,7 +88,7 @@ def curve(world: int, layers: int) -> MemoryCurve:
 
     def batch(size: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros(size, LENGTH, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids.clone()}
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}  # all ones: causal, no mask is made
 
     with fake_world(world) as mesh:
         tracer = Tracer(lambda: sharded(workload, mesh), batch, Kernels(capability=(8, 0), multiprocessors=132), recorder=ShardRecorder)
@@ -93,6 +97,6 @@ def curve(world: int, layers: int) -> MemoryCurve:
 
 
 def peak(world: int) -> MemoryPeak:
-    """Per rank, at local batch 2."""
+    """Per rank, at local batch 2; torchtitan's run_train.sh turns expandable segments on."""
     shallow, deep = curve(world, SHALLOW), curve(world, DEEP)
-    return DepthCurve(deep.timeline, 0, shallow=shallow, deep=deep, share=share_of(LAYERS)).peak(BATCH)
+    return DepthCurve(deep.timeline, 0, shallow=shallow, deep=deep, share=share_of(LAYERS)).peak(BATCH, expandable_segments=True)
