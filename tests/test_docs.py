@@ -30,6 +30,12 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_document_is_linked_from_the_front() -> None:
+    front = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    for document in ROOT.glob("docs/*.md"):
+        assert f"(docs/{document.name})" in front, document.name
+
+
 def test_every_key_the_planner_may_touch_is_documented() -> None:
     source = (ROOT / "hfopt" / "search" / "changes.py").read_text()
     touched = set(re.findall(r'yield "(\w+)"', source)) | set(PRECISION_KEYS)
