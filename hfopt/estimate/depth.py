@@ -6,7 +6,7 @@ shallow model's events is matched from the phase's start and the second half fro
 drawn. Blocks in between lie between those. Used only where the model can be built at other depths and its parameters lie on the line too.
 
 Known limits: a fit is judged by the least memory each shallow model can run in, carried on; 0.5 % of it is the search's own step. What the
-allocator keeps cached is carried on like a line, which it need not be.
+allocator keeps cached is carried on like a line, which it need not be; it is kept between the deeper trace's and the same part of all.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DepthCurve(MemoryCurve):
         below, above = _live(self.shallow.timeline, batch), _live(self.timeline, batch)
         rounding = self._on(low.allocated_bytes - int(below[0].max()), deep.allocated_bytes - int(above[0].max()))
         allocated = max(_carried_peak(below, above, self.share) + max(rounding, 0), deep.allocated_bytes)
-        cached = max(0, self._on(low.reserved_bytes - low.allocated_bytes, deep.reserved_bytes - deep.allocated_bytes))
+        cached = self._cached(low, deep, allocated)
         fits = capacity_bytes is None or self._least_bytes(batch) <= capacity_bytes
         return Replay(allocated, allocated + cached, deep.peak_event, fits)
 
@@ -82,6 +82,12 @@ class DepthCurve(MemoryCurve):
             )
             for low, high in pairs
         )
+
+    def _cached(self, low: Replay, deep: Replay, allocated: int) -> int:
+        """What the allocator keeps beyond: no less than in the deeper trace, and no larger a part of what is allocated than in either."""
+        spare = [(replay.reserved_bytes - replay.allocated_bytes) / replay.allocated_bytes for replay in (low, deep)]
+        carried = self._on(low.reserved_bytes - low.allocated_bytes, deep.reserved_bytes - deep.allocated_bytes)
+        return max(deep.reserved_bytes - deep.allocated_bytes, min(carried, round(max(spare) * allocated)))
 
     def _on(self, low: int, high: int) -> int:
         return round(low + (high - low) * self.share)
