@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO, Literal
 
 from hfopt.errors import DryRunError
@@ -41,11 +44,29 @@ def scratch_folder() -> Iterator[Path]:
         owner = old.name.split("-")[1]
         if owner.isdigit() and not _alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-"))
+    with _orderly_end():
+        folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-"))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _orderly_end() -> Iterator[None]:
+    """SIGTERM unwinds the stack, as Ctrl-C does; where somebody else handles it, it stays theirs."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _leave)
     try:
-        yield folder
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # as a shell counts it
 
 
 def _alive(pid: int) -> bool:

@@ -167,7 +167,7 @@ def test_a_plan_that_is_interrupted_leaves_nothing(config: Path, after_s: float)
 def test_a_run_that_is_interrupted_leaves_no_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], stderr=subprocess.DEVNULL)\n"
         "try:\n    time.sleep(600)\nexcept KeyboardInterrupt:\n    sys.exit(130)\n"
     )
     code, said = interrupted([sys.executable, "-m", "hfopt", "run", str(script)], 3.0, tmp_path, {})
