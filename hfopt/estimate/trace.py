@@ -259,8 +259,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------ gradients of shared tensors
 
     def _accumulates_in_place(self, args: Any) -> bool:
-        """torch/csrc/autograd/input_buffer.cpp adds into the buffered gradient when nobody else holds it, but never for fake tensors."""
+        """torch/csrc/autograd/input_buffer.cpp adds into the buffered gradient when nobody else holds it, but never for fake tensors.
+        A sum with gradients on is the model's own, recomputed by checkpointing."""
         if self.phase != "backward" or self._in_place_use_count is None or torch._C._current_autograd_node() is None:
+            return False
+        if torch.is_grad_enabled():
             return False
         old = args[0]
         if (
