@@ -72,19 +72,34 @@ def _reduction(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], ou
 
 
 def _convolution(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
-    """ATen/native/cudnn/ConvShared.cpp: the weight follows a channels-last input."""
-    return [*_weight_in_channels_last(args[0], args[1], args[8]), out]
+    """ATen/native/cudnn/ConvShared.cpp: the output, then the weight in the layout of the input."""
+    return [out, *_in_layout_of(args[0], args[1], args[8])]
 
 
 def _convolution_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
-    return [*_weight_in_channels_last(args[1], args[2], args[9]), *(gradient for gradient in out if gradient is not None)]
+    """ConvShared.cpp: the incoming gradient and the weight in the input's layout; Convolution.cpp: the bias's gradient is a plain sum."""
+    incoming, source, weight, groups = args[0], args[1], args[2], args[9]
+    copied = _in_layout_of(source, incoming, groups)
+    steps: list[Step] = list(copied)
+    if out[0] is not None:
+        weight_copy = _in_layout_of(source, weight, groups)
+        steps += [out[0], *weight_copy, *([len(copied)] if weight_copy else [])]
+    if out[1] is not None:
+        steps.append(out[1])
+    steps += [0] if copied else []
+    if out[2] is not None:
+        steps += _reduction(kernels, (incoming, [0, *range(2, incoming.dim())]), {}, out[2])
+    return steps
 
 
-def _weight_in_channels_last(source: torch.Tensor, weight: torch.Tensor, groups: int) -> list[Step]:
-    last = source.dim() == 4 and not source.is_contiguous() and source.is_contiguous(memory_format=torch.channels_last)
-    if not last or groups != 1 or weight.is_contiguous(memory_format=torch.channels_last):
+def _in_layout_of(source: torch.Tensor, other: torch.Tensor, groups: int) -> list[Step]:
+    """A copy of `other` where it has not the layout of `source`; depthwise kernels take either."""
+    if source.dim() != 4 or groups != 1:
         return []
-    return [constant(weight.numel() * weight.element_size())]
+    last = not source.is_contiguous() and source.is_contiguous(memory_format=torch.channels_last)
+    if other.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format):
+        return []
+    return [constant(other.numel() * other.element_size())]
 
 
 def _embedding_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:

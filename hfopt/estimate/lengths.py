@@ -1,7 +1,7 @@
 """Batches padded to their own longest sample: steps of different lengths through one allocator, because that is what fragments it.
 
 A further trace at a shorter length tells how each size follows the length: not at all, in proportion, with its square, or along a line.
-The second traced step is the one that repeats: each repetition has blocks of its own, and frees what the one before it left alive.
+The second traced step is the one that repeats (`repetition`).
 Which lengths come is drawn from the spread of the samples, always in the same way: a batch is as long as its longest sample.
 
 Known limits: every size follows the length smoothly (a kernel that rounds it up to a tile is read off a line), and the drawn order is one
@@ -17,6 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hfopt.estimate.formulas import FORMULAS
+from hfopt.estimate.repetition import Repetition
 from hfopt.estimate.timeline import FREED, Timeline, require_same_events
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from hfopt.schema import LengthSpread
 
 STEPS = 12  # the last has the longest sample of all
-_NOBODYS = -1  # a block that was never taken: freeing it does nothing
 _SHORTER = 0.75
 _ALIGNED = 16  # tokens: kernels pad rows that are not a multiple of 8 or 16, and the two traces must do the same
 
@@ -100,11 +100,11 @@ class VaryingLengths:
 
     def _steps(self, batch: int, lengths: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
         timeline, micro = self.timeline, self.micro_batches
-        begin, repeated, end = timeline.marks["step_0"], timeline.marks["step_1"], timeline.marks.get("step_2", timeline.marks["end"])
+        repetition = Repetition(timeline)
+        begin, repeated = repetition.begin, repetition.repeated
         windows = [lengths[at : at + micro] for at in range(0, len(lengths), micro)]
         yield timeline.blocks[:begin].tolist(), timeline.sizes(batch)[:begin]
         yield timeline.blocks[begin:repeated].tolist(), self._sizes(batch, windows[0], 0)
-        repetition = _Repetition(timeline, begin, repeated, end)
         for number, window in enumerate(windows[1:]):
             if number:
                 left = repetition.leftovers(number - 1)
@@ -159,49 +159,3 @@ def drawn_lengths(spread: LengthSpread, batch: int, count: int) -> list[int]:
         return [spread.longest, *(dice.choice(spread.lengths) for _ in range(count - 1))]
     samples = min(batch, 64)  # the longest of so many is the longest of all, nearly
     return [*(max(dice.choices(spread.lengths, k=samples)) for _ in range(count - 1)), spread.longest]
-
-
-class _Repetition:
-    """The second step, to be repeated: which of its blocks are its own, and whose blocks it frees."""
-
-    def __init__(self, timeline: Timeline, begin: int, repeated: int, end: int) -> None:
-        import numpy as np
-
-        self._blocks = timeline.blocks[repeated:end]
-        first, second = _births(timeline, begin, repeated), _births(timeline, repeated, end)
-        self._stride = timeline.next_block
-        self._own = np.isin(self._blocks, list(second.values()))
-        like = {block: second.get(key, _NOBODYS) for key, block in first.items()}
-        self._like = np.array([like.get(block, _NOBODYS) for block in self._blocks.tolist()])
-        self._carried = ~self._own & np.isin(self._blocks, list(like))
-        freed = {*self._blocks[timeline.is_free[repeated:end]].tolist(), *self._like.tolist()}
-        self._left = np.array([block for block in second.values() if block not in freed], dtype=np.int64)
-
-    def blocks(self, number: int) -> list[int]:
-        """The block of each event in repetition `number`; 0 is the step as traced."""
-        import numpy as np
-
-        blocks = self._blocks
-        if number:
-            before = np.where(self._like >= 0, self._like + (number - 1) * self._stride, _NOBODYS)
-            blocks = np.where(self._own, blocks + number * self._stride, np.where(self._carried, before, blocks))
-        out: list[int] = blocks.tolist()
-        return out
-
-    def leftovers(self, number: int) -> list[int]:
-        """Blocks of repetition `number` that nothing would free."""
-        out: list[int] = (self._left + number * self._stride).tolist()
-        return out
-
-
-def _births(timeline: Timeline, begin: int, end: int) -> dict[tuple[int, int], int]:
-    """The blocks taken in a stretch of the timeline, by place and how many were taken there before."""
-    counts: dict[int, int] = {}
-    found = {}
-    for block, freed, place in zip(
-        timeline.blocks[begin:end].tolist(), timeline.is_free[begin:end].tolist(), timeline.place_of[begin:end].tolist(), strict=True
-    ):
-        if not freed:
-            counts[place] = counts.get(place, 0) + 1
-            found[place, counts[place]] = block
-    return found

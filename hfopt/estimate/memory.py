@@ -19,6 +19,7 @@ from hfopt.estimate.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.envelope import running_lines, upper_envelope
 from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.estimate.repetition import third_step
 from hfopt.estimate.timeline import FREED, Timeline, alone, combine
 from hfopt.schema import Breakdown, LengthSpread, MemoryPeak, OpCost, StepSettings, Workload
 
@@ -48,6 +49,7 @@ class MemoryCurve:
     timeline: Timeline
     context_bytes: int
     varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
+    goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
 
@@ -75,11 +77,26 @@ class MemoryCurve:
 
     def _replay(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Replay:
         timeline = self.timeline
-        same = replay_events(timeline, zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True), allocator())
+        same = self._replay_one_length(batch, allocator())
         if self.varying is None or not same.fits:
             return same
         mixed = replay_events(timeline, self.varying.events(batch), allocator())
         return replace(same, reserved_bytes=max(same.reserved_bytes, mixed.reserved_bytes), fits=mixed.fits)
+
+    def _replay_one_length(self, batch: int, allocator: CachingAllocator) -> Replay:
+        """The two traced steps, a third that repeats the second, then what follows in the timeline."""
+        timeline, sizes = self.timeline, self.timeline.sizes(batch)
+        events = list(zip(timeline.blocks.tolist(), sizes, strict=True))
+        if not self.goes_on:
+            return replay_events(timeline, events, allocator)
+        end = timeline.marks["end"]
+        traced_steps = replay_events(timeline, events[:end], allocator)
+        if not traced_steps.fits:
+            return traced_steps
+        third = replay_events(timeline, third_step(timeline, sizes), allocator)
+        rest = replay_events(timeline, events[end:], allocator) if third.fits else third
+        peaks_later = third.fits and rest.allocated_bytes > third.allocated_bytes
+        return replace(rest, peak_event=end + rest.peak_event if peaks_later else traced_steps.peak_event)
 
     def fits(self, batch: int, budget_bytes: int, options: AllocatorOptions | None = None) -> bool:
         """Does it run in `budget_bytes` of device memory, the context included?"""
@@ -214,7 +231,8 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
         first, second = (tracer.record(script, batch) for batch in TRACED_BATCHES)
         try:
             timeline = combine(first, second)
-            curve = MemoryCurve(timeline, context, _varying(tracer, script, first, timeline, workload.lengths, notes))
+            spread = _varying(tracer, script, first, timeline, workload.lengths, notes)
+            curve = MemoryCurve(timeline, context, spread, goes_on=settings.sharding is None)
             ops = grouped(first, second)
         except TraceError as error:
             second = tracer.record(script, COARSE_BATCH)

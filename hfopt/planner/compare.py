@@ -73,7 +73,7 @@ class SharedTraces:
             self._made[kind] = estimate(workload, kind)
         shared = self._made[kind]
         context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
-        return replace(shared, curve=MemoryCurve(shared.curve.timeline, context, shared.curve.varying))
+        return replace(shared, curve=MemoryCurve(shared.curve.timeline, context, shared.curve.varying, shared.curve.goes_on))
 
 
 def _kind(capability: tuple[int, int]) -> tuple[int, int]:

@@ -103,7 +103,8 @@ class Pricing:
         predicted = None
         if trial.device != "cpu" and trial.peak_reserved_bytes is not None:  # a process on the CPU holds Python and libraries as well
             known = self.estimate(candidate).curve
-            curve = MemoryCurve(known.timeline, known.context_bytes)  # of the longest batches alone, as the dry run has them
+            # of the longest batches alone, as the dry run has them
+            curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on)
             capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
             predicted = curve.replay(candidate.per_device_batch, capacity_bytes=capacity).reserved_bytes
             predicted += self._added_bytes(candidate) - self.offset_bytes
