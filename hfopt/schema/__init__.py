@@ -1,0 +1,111 @@
+"""The frozen values that pass between the stages, in pipeline order: one module per stage, every name to be had from here.
+
+A stage takes some of these and returns others; none of them does I/O. Unknown is None. Units are in the names.
+"""
+
+from __future__ import annotations
+
+from hfopt.schema.charts import BatchPoint, PlanCharts, RunDifference, RunMark, RunPoint, RunView, TimelinePoint
+from hfopt.schema.config import ALLOWABLE, Change, DataSpec, Lora, ModelSpec, Place, Precision, Problem, Quantization, Task, TrainJob
+from hfopt.schema.estimate import (
+    Breakdown,
+    Checkpointing,
+    EngineName,
+    LoaderPlan,
+    MemoryPeak,
+    MemoryRow,
+    MemoryTable,
+    OpCost,
+    Sharding,
+    StepSettings,
+    StepTime,
+    ZeroSizes,
+)
+from hfopt.schema.hardware import Gpu, Hardware, Host
+from hfopt.schema.plan import Advice, Chosen, EngineChoice, PlanFacts
+from hfopt.schema.run import (
+    Batches,
+    Cause,
+    Finding,
+    GpuReading,
+    GpuWindow,
+    MemoryModel,
+    OomSeen,
+    Phases,
+    RankLag,
+    ReplanStep,
+    RunFacts,
+    Sample,
+    Spread,
+    TimeModel,
+    Window,
+)
+from hfopt.schema.search import Candidate, Priced, Rejection
+from hfopt.schema.verify import Correction, Neutrality, PhasePeak, Rehearsal, Trial
+from hfopt.schema.workload import BatchShape, LengthSpread, Workload
+
+__all__ = [
+    "ALLOWABLE",
+    "Advice",
+    "BatchPoint",
+    "BatchShape",
+    "Batches",
+    "Breakdown",
+    "Candidate",
+    "Cause",
+    "Change",
+    "Checkpointing",
+    "Chosen",
+    "Correction",
+    "DataSpec",
+    "EngineChoice",
+    "EngineName",
+    "Finding",
+    "Gpu",
+    "GpuReading",
+    "GpuWindow",
+    "Hardware",
+    "Host",
+    "LengthSpread",
+    "LoaderPlan",
+    "Lora",
+    "MemoryModel",
+    "MemoryPeak",
+    "MemoryRow",
+    "MemoryTable",
+    "ModelSpec",
+    "Neutrality",
+    "OomSeen",
+    "OpCost",
+    "PhasePeak",
+    "Phases",
+    "Place",
+    "PlanCharts",
+    "PlanFacts",
+    "Precision",
+    "Priced",
+    "Problem",
+    "Quantization",
+    "RankLag",
+    "Rehearsal",
+    "Rejection",
+    "ReplanStep",
+    "RunDifference",
+    "RunFacts",
+    "RunMark",
+    "RunPoint",
+    "RunView",
+    "Sample",
+    "Sharding",
+    "Spread",
+    "StepSettings",
+    "StepTime",
+    "Task",
+    "TimeModel",
+    "TimelinePoint",
+    "TrainJob",
+    "Trial",
+    "Window",
+    "Workload",
+    "ZeroSizes",
+]

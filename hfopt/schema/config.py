@@ -1,0 +1,131 @@
+"""A config as it was read: the job it describes, its problems with their places, and what a plan changes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Precision = Literal["fp32", "tf32", "fp16", "bf16"]
+"""How the step computes. fp16 and bf16 are autocast (fp16 with a GradScaler); what the weights are stored in is `ModelSpec.weights_dtype`,
+so 'pure bf16' is weights in bfloat16 with precision fp32."""
+
+Task = Literal[
+    "causal_lm",
+    "masked_lm",
+    "seq2seq_lm",
+    "sequence_classification",
+    "token_classification",
+    "question_answering",
+    "image_classification",
+    "semantic_segmentation",
+    "ctc",
+    "speech_seq2seq",
+    "audio_classification",
+    "embedding",
+    "image_text",
+    "custom",
+]
+
+ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
+"""What a plan changes only where the user allows it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where something stands in a file. Lines and columns count from 1, as editors do."""
+
+    path: str
+    line: int
+    column: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One thing wrong or outdated in a config."""
+
+    severity: Literal["error", "warning", "note"]
+    code: str  # a stable word: unknown_key, removed_key, number_as_string, duplicate_key, ...
+    key: str | None
+    place: Place | None
+    message: str
+    fix: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One value that becomes another, and why. `before` is the value in force before, a default included; after=None removes the key."""
+
+    key: str
+    before: Any
+    after: Any
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lora:
+    r: int = 8
+    alpha: float = 16
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] | str | None = None  # None: peft's defaults for the architecture; "all-linear" as in peft
+    modules_to_save: tuple[str, ...] = ()
+    use_dora: bool = False
+    use_rslora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    bits: Literal[4, 8]
+    quant_type: str = "nf4"
+    double_quant: bool = False
+    compute_dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """Which model is trained, as the config (or the caller) says it."""
+
+    name: str | None  # Hub id, folder, config.json, or a name of the bundled table
+    task: Task | None = None
+    weights_dtype: str | None = None  # 'bfloat16' | 'float16' | 'float32' | 'auto'
+    attn_implementation: str | None = None
+    lora: Lora | None = None
+    quantization: Quantization | None = None
+    frozen: tuple[str, ...] = ()  # prefixes of modules that do not train
+    num_labels: int | None = None
+    trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # config attributes set in the YAML
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSpec:
+    """What one sample looks like, as the config says it."""
+
+    dataset: str | None = None
+    max_length: int | None = None
+    max_target_length: int | None = None
+    packing: bool = False
+    lengths: tuple[int, ...] = ()  # of samples, where batches are padded to their own longest: each for the same share of them
+    image_size: int | None = None
+    audio_seconds: float | None = None
+    samples: int | None = None  # number of training samples, when known
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainJob:
+    """A config, read: the arguments of TrainingArguments it sets (right types, current names) and what is trained on what."""
+
+    path: str | None
+    section: tuple[str, ...]  # where the arguments stand in the file, () at the root
+    trainer: Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+    args: Mapping[str, Any]  # only the keys the file sets
+    model: ModelSpec
+    data: DataSpec
+    per_device_batch: int
+    accumulation: int
+    world_size: int = 1  # data-parallel ranks
+    kept: frozenset[str] = frozenset()  # keys the user asked to leave alone
+
+    @property
+    def effective_batch(self) -> int:
+        return self.per_device_batch * self.accumulation * self.world_size

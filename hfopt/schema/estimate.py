@@ -1,0 +1,208 @@
+"""What a step takes: memory at every batch size, time, and what the loader must bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hfopt.schema.config import Precision
+from hfopt.schema.hardware import Gpu
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpointing:
+    """every_n_layers=0 is off, 1 is the usual full checkpointing, n > 1 checkpoints each n-th layer (transformers >= 5.22)."""
+
+    every_n_layers: int = 0
+    use_reentrant: bool = False
+
+    @property
+    def which_layers(self) -> str:
+        """'every layer', 'every 2nd layer'."""
+        ordinal = {1: "", 2: "2nd ", 3: "3rd "}.get(self.every_n_layers, f"{self.every_n_layers}th ")
+        return f"every {ordinal}layer"
+
+    @property
+    def on(self) -> bool:
+        return self.every_n_layers > 0
+
+    @property
+    def words(self) -> str:
+        if not self.on:
+            return "no checkpointing"
+        return "checkpointing" if self.every_n_layers == 1 else f"checkpointing {self.which_layers}"
+
+
+EngineName = Literal["ddp", "fsdp2", "zero2", "zero3"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ZeroSizes:
+    """DeepSpeed's sizes, in elements; the defaults are DeepSpeed's own, `auto` ones are filled in as transformers does."""
+
+    reduce_bucket: int = 500_000_000
+    allgather_bucket: int = 500_000_000
+    prefetch_bucket: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+    overlap_comm: bool = False
+    contiguous_gradients: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How the data-parallel ranks hold one model: what each has whole, what is divided by `world_size`, what lives in the host's memory."""
+
+    engine: EngineName
+    world_size: int
+    reshard_after_forward: bool = True  # FSDP2: False keeps gathered weights until the backward is through them
+    offload_parameters: bool = False  # sharded weights in the host's memory (FSDP2: with their gradients and optimizer states)
+    offload_optimizer: bool = False  # ZeRO: optimizer states and the float32 weights in the host's memory
+    sync_each_batch: bool = False  # FSDP2 with accumulation: reduce after each micro-batch instead of keeping whole gradients
+    wrap: tuple[str, ...] = ()  # FSDP2: classes of the sharded blocks; () the model's own
+    zero: ZeroSizes = ZeroSizes()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSettings:
+    """Everything but the batch size that changes what one optimizer step allocates and computes."""
+
+    precision: Precision = "fp32"
+    checkpointing: Checkpointing = Checkpointing()
+    accumulation: int = 1  # only 1 or more than 1 changes the memory
+    optim: str = "adamw_torch"
+    optim_args: str | None = None
+    max_grad_norm: float = 1.0
+    label_smoothing: float = 0.0
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    fused_loss: bool = False  # liger's: head and loss in slices, no logits
+    capability: tuple[int, int] = (8, 0)
+    multiprocessors: int | None = None  # of the card; reductions split over them
+    sharding: Sharding | None = None  # None: one device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpCost:
+    """A group of equal kernels of one step; every quantity is affine in the batch: constant + slope × batch."""
+
+    name: str  # aten op
+    kind: Literal["matmul", "attention", "conv", "elementwise", "reduction", "embedding", "optimizer", "copy", "other"]
+    dtype: str
+    phase: Literal["forward", "backward", "optimizer"]
+    count: float  # how many such kernels in one micro-batch (or one optimizer step for phase optimizer)
+    flops_constant: float
+    flops_slope: float
+    bytes_constant: float
+    bytes_slope: float
+    shape: tuple[tuple[int, int], ...] = ()  # matmul: (m, n, k, batch) each as (constant, slope)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Breakdown:
+    """Where the bytes of the peak are; the fields add up to the device's peak exactly."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    logits_bytes: int
+    temporaries_bytes: int
+    fragmentation_bytes: int  # reserved - allocated, and what rounding adds
+    context_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.logits_bytes
+            + self.temporaries_bytes
+            + self.fragmentation_bytes
+            + self.context_bytes
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPeak:
+    """Predicted memory of one configuration at one batch size."""
+
+    batch: int
+    allocated_bytes: int
+    reserved_bytes: int  # the allocator's, without the context
+    context_bytes: int
+    breakdown: Breakdown | None = None
+    moment: str | None = None  # which phase, module and op the peak falls in
+
+    @property
+    def device_bytes(self) -> int:
+        return self.reserved_bytes + self.context_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRow:
+    """One line of `hfopt estimate`."""
+
+    peak: MemoryPeak
+    checkpointing: Checkpointing
+    fits: bool | None  # None: no card was named
+    spare_bytes: int | None  # negative: missing
+    asked: bool = False  # the batch and checkpointing of the config itself
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryTable:
+    """What `hfopt estimate` says: the memory of one step by batch size and checkpointing."""
+
+    model: str
+    model_class: str
+    parameters: int
+    trainable_parameters: int
+    device: Gpu | None
+    available_bytes: int | None  # what the card has for this process
+    settings: StepSettings  # as the config has them
+    sample: str | None  # '512 tokens', '224 × 224 pixels'
+    rows: tuple[MemoryRow, ...]
+    largest: Mapping[bool, int | None]  # by checkpointing: the largest batch that fits
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def largest_batch(self) -> int | None:
+        """With the config's own checkpointing."""
+        return self.largest.get(self.settings.checkpointing.on)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Predicted time of one optimizer step (all micro-batches of the accumulation)."""
+
+    step_s: float
+    busy_s: float  # the GPU runs a kernel
+    samples_per_s: float
+    tokens_per_s: float | None
+    mfu: float | None
+    bound: Literal["compute", "bandwidth", "launch", "communication", "input"]
+    shares: Mapping[str, float] = field(default_factory=dict)  # by kind of op, of step_s
+
+    @property
+    def gpu_utilization(self) -> float:
+        return self.busy_s / self.step_s if self.step_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderPlan:
+    """How the data is fed."""
+
+    workers: int
+    prefetch_factor: int | None  # None with 0 workers
+    pin_memory: bool
+    persistent_workers: bool
+    sample_s: float  # cost of one sample on one core
+    busy_share: float = 1.0  # of that time the core is busy; the rest it waits
+    measured: bool  # False: from the table by modality
+    reason: str

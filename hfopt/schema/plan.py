@@ -1,0 +1,65 @@
+"""The plan itself: what was chosen among what, on which device, and what only the user can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.schema.config import Change, TrainJob
+from hfopt.schema.estimate import LoaderPlan, MemoryPeak, StepTime
+from hfopt.schema.hardware import Hardware
+from hfopt.schema.search import Candidate, Priced, Rejection
+from hfopt.schema.verify import Correction, Neutrality, Trial
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The settings before or after, priced."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+    loader: LoaderPlan
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """Something only the user may do: a larger effective batch, an environment variable, another card."""
+
+    title: str
+    detail: str
+    flag: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineChoice:
+    """How several devices share the work, why so, and how the result is started."""
+
+    name: str  # 'DDP', 'FSDP2 (full shard)', 'ZeRO-3 with CPU offload'
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()  # other engines, each with its reason
+    commands: tuple[str, ...] = ()  # each starts the result, exactly
+    deepspeed: Mapping[str, Any] | None = None  # the DeepSpeed config, which `-o` writes beside the YAML
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFacts:
+    """What the planner decided; `hfopt.planner.Plan` wraps it with apply(), to_yaml() and report()."""
+
+    job: TrainJob
+    hardware: Hardware
+    effective_batch: int
+    budget_bytes: int  # what may be used on the card after headroom
+    before: Chosen
+    after: Chosen
+    changes: tuple[Change, ...]
+    alternatives: tuple[Priced, ...]
+    rejected: tuple[Rejection, ...]
+    advice: tuple[Advice, ...] = ()
+    trial: Trial | None = None
+    correction: Correction | None = None  # before and after are predicted; the limits of the others are corrected by it
+    neutrality: Neutrality | None = None
+    notes: tuple[str, ...] = ()
+    engine: EngineChoice | None = None  # None: one device

@@ -1,0 +1,224 @@
+"""A run while it goes on: readings, windows of them, findings, and what is known of an out-of-memory error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hfopt.schema.config import Change
+from hfopt.schema.estimate import MemoryPeak, StepTime
+from hfopt.schema.search import Candidate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReading:
+    """One NVML reading of one card; what the driver does not say is None."""
+
+    uuid: str
+    sm_util: float | None = None  # 0..1
+    memory_util: float | None = None
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    own_used_bytes: int | None = None  # this process tree's share
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None  # since the driver was loaded
+    temperature_c: float | None = None
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    throttle: tuple[str, ...] = ()
+    pcie_rx_bytes_per_s: float | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    suspect: tuple[str, ...] = ()  # fields left out of averages because they cannot be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One tick of the sampler."""
+
+    time_s: float
+    gpus: tuple[GpuReading, ...]
+    cpu_util: float | None  # this process tree over the cores it may use, 0..1
+    main_thread_util: float | None
+    ram_used_bytes: int | None
+    ram_total_bytes: int | None
+    disk_read_bytes_per_s: float | None = None
+    worker_util: float | None = None  # mean over the processes below this one, each against one core
+    worker_count: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuWindow:
+    """One card over one window: averages of the readings that can be."""
+
+    uuid: str
+    sm_util: Spread | None = None
+    memory_util: Spread | None = None
+    used_bytes: int | None = None  # the highest seen
+    own_used_bytes: int | None = None
+    total_bytes: int | None = None
+    power_w: Spread | None = None
+    power_limit_w: float | None = None
+    temperature_c: Spread | None = None
+    sm_clock_mhz: float | None = None
+    max_sm_clock_mhz: float | None = None
+    throttle: Mapping[str, float] = field(default_factory=dict)  # reason -> share of the readings
+    pcie_rx_bytes_per_s: float | None = None
+    pcie_tx_bytes_per_s: float | None = None
+    energy_j: float | None = None
+    readings: int = 0
+    suspect: int = 0  # values left out because they cannot be
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phases:
+    """Where the seconds of a window went, by the host's clock; they add up to the window."""
+
+    data_wait_s: float = 0.0
+    forward_backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    logging_s: float = 0.0
+    eval_s: float = 0.0
+    save_s: float = 0.0
+    other_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.train_s + self.logging_s + self.eval_s + self.save_s
+
+    @property
+    def train_s(self) -> float:
+        return self.data_wait_s + self.forward_backward_s + self.optimizer_s + self.other_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """A stretch of training: what the steps did and what the machine showed meanwhile."""
+
+    first_step: int
+    last_step: int
+    steps: int
+    seconds: float
+    phases: Phases
+    synced: bool = True  # False: the host runs ahead of the device, so phase times are those of launching
+    evals: int = 0
+    saves: int = 0
+    logs: int = 0
+    samples: float | None = None  # of all ranks
+    tokens: float | None = None
+    padding_share: float | None = None  # of the tokens
+    fixed_length: bool | None = None  # every batch seen was padded to one and the same length
+    mfu: float | None = None
+    gpus: tuple[GpuWindow, ...] = ()
+    cpu_util: Spread | None = None
+    main_thread_util: float | None = None
+    process_cores: float | None = None  # cores kept busy by all threads of this process
+    worker_util: float | None = None
+    worker_count: int | None = None
+    ram_used_bytes: int | None = None
+    ram_total_bytes: int | None = None
+    disk_read_bytes_per_s: float | None = None
+    allocated_peak_bytes: int | None = None  # torch's, since the process began
+    reserved_peak_bytes: int | None = None
+    alloc_retries: int | None = None  # in this window
+    energy_j: float | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        return self.phases.train_s / self.steps if self.steps else None
+
+    def per_second(self, count: float | None) -> float | None:
+        return count / self.seconds if count is not None and self.seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLag:
+    """How much later than the others one rank comes to the points where they wait for each other, per step."""
+
+    rank: int
+    lag_s: float
+    step_s: float
+    where: Literal["after backward", "data", "before forward", "forward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What the diagnosis must know about the run besides its windows."""
+
+    device: str  # cuda, cpu, mps, ...
+    cores: float
+    world_size: int = 1
+    args: Mapping[str, Any] = field(default_factory=dict)  # the TrainingArguments that can be changed, as they are
+    pcie_bytes_per_s: float | None = None
+    planned: tuple[Change, ...] = ()  # the planner's, when there is a plan
+    planned_gain: float | None = None
+    lags: tuple[RankLag, ...] = ()
+    context_bytes: int | None = None  # of the CUDA context, when known
+
+
+Cause = Literal[
+    "input_bound",
+    "launch_bound",
+    "compute_bound",
+    "memory_headroom",
+    "near_limit",
+    "fragmentation",
+    "throttled",
+    "shared_gpu",
+    "pcie_bound",
+    "eval_heavy",
+    "logging_heavy",
+    "saving_heavy",
+    "padding_waste",
+    "slow_rank",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """What holds the run back, with the evidence."""
+
+    cause: Cause
+    confidence: float  # 0..1
+    evidence: Mapping[str, float]
+    message: str
+    changes: tuple[Change, ...] = ()
+    predicted_gain: float | None = None  # 0.3: 30 % more samples/s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomSeen:
+    """What is known at the moment memory ran out."""
+
+    phase: Literal["forward", "backward", "optimizer", "evaluation", "unknown"]
+    step: int
+    micro_batch: int  # samples in the micro-batch that failed
+    length: int | None = None  # its real length
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    requested_bytes: int | None = None
+    capacity_bytes: int | None = None  # what this process could have at most: reserved and free together
+    baseline_bytes: int | None = None  # allocated before the step began: weights, optimizer state, what else stays
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanStep:
+    """The next step down after an OOM."""
+
+    action: Literal["retry_after_clearing", "chunk", "checkpointing", "restart", "give_up"]
+    candidate: Candidate | None
+    reason: str
+    smallest_change: str | None = None
+
+
+MemoryModel = Callable[[Candidate], MemoryPeak]
+TimeModel = Callable[[Candidate], StepTime]
+Batches = Sequence[int]

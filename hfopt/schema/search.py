@@ -1,0 +1,37 @@
+"""Candidates: what was tried, what it costs, and why one was rejected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hfopt.schema.config import Precision
+from hfopt.schema.estimate import Checkpointing, MemoryPeak, StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One point of the search space. The effective batch is batch × accumulation × world and is the same for all of them."""
+
+    per_device_batch: int
+    accumulation: int
+    precision: Precision
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    optim: str | None = None  # None: as the config has it
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """A candidate with what it is predicted to cost."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    candidate: Candidate
+    reason: str

@@ -1,0 +1,117 @@
+"""What a device said of a candidate: trials, corrections, rehearsals, and whether accumulation leaves gradients alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hfopt.schema.hardware import Gpu
+from hfopt.schema.search import Candidate
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a dry run measured. `device` says on what: a real card, the CPU, or the virtual GPU (whose times mean nothing and are None)."""
+
+    device: Literal["cuda", "cpu", "virtual"]
+    candidate: Candidate
+    outcome: Literal["ok", "oom", "error", "timeout"]
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    eval_peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    cpu_s: float | None = None  # of one step, by all threads, on the CPU: what else the machine does stretches step_s, but not this
+    data_wait_s: float | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """One candidate, predicted and measured. What it says about other batch sizes of this job is taken the safer way: memory that was
+    missing grows with the batch, memory that was too much stays what it was."""
+
+    candidate: Candidate
+    device: Literal["cuda", "cpu", "virtual"]
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return _error(self.predicted_reserved_bytes, self.measured_reserved_bytes)
+
+    @property
+    def time_error(self) -> float | None:
+        return _error(self.predicted_step_s, self.measured_step_s)
+
+    def corrected_bytes(self, reserved_bytes: int) -> int:
+        """A predicted size as it would be measured."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or measured is None:
+            return reserved_bytes
+        missing = measured - predicted
+        return reserved_bytes + max(missing, round(missing * reserved_bytes / predicted))
+
+    def predicted_room_bytes(self, room_bytes: int) -> int:
+        """The largest predicted size that would be measured as no more than `room_bytes`: the inverse of `corrected_bytes`."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or not measured:
+            return room_bytes
+        return min(room_bytes - (measured - predicted), room_bytes * predicted // measured)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhasePeak:
+    """The most memory one phase of a rehearsal held, on the rank and card that held most."""
+
+    phase: str
+    allocated_bytes: int
+    reserved_bytes: int
+    part: str | None = None  # where in the phase: forward, backward, optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """A training script on the virtual GPU. Memory is PyTorch's own accounting; values and times mean nothing there."""
+
+    outcome: Literal["fits", "unsupported", "oom", "failed", "incomplete", "timeout"]
+    gpu: Gpu
+    count: int
+    context_bytes: int
+    phases: tuple[PhasePeak, ...]
+    steps_done: int
+    script_exit_code: int | None  # None: the script was ended by the rehearsal
+    message: str
+    oom_step: int | None = None
+    oom_phase: str | None = None
+    ranks: int = 1
+    findings: tuple[str, ...] = ()  # what the card does not support of what the script asks
+    notes: tuple[str, ...] = ()
+    wall_s: float | None = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.gpu.usable_bytes or self.gpu.memory_bytes
+
+    @property
+    def peak(self) -> PhasePeak | None:
+        return max(self.phases, key=lambda phase: phase.reserved_bytes, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neutrality:
+    """Is trading batch for accumulation gradient-neutral for this model class and transformers version?"""
+
+    model_class: str
+    transformers_version: str
+    neutral: bool
+    ratio: float  # gradient norm of (n/k)×k over that of n×1
+    fixable: bool  # model_accepts_loss_kwargs = False restores it
+    reason: str

@@ -1,0 +1,62 @@
+"""What one batch looks like, and the model with its batches ready to be built anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hfopt.schema.config import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """What one batch looks like; the batch size itself is given when it is made."""
+
+    kind: Literal["text", "text_to_text", "image", "audio", "audio_to_text", "image_text", "custom"]
+    length: int | None = None  # tokens
+    target_length: int | None = None
+    height: int | None = None
+    width: int | None = None
+    channels: int | None = None
+    audio_samples: int | None = None
+    padded: bool = True  # the attention mask has zeros in it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthSpread:
+    """How long the samples are, where each batch is padded to its own longest."""
+
+    longest: int
+    lengths: tuple[int, ...]  # each stands for the same share of the samples, ascending
+    grouped: bool = False  # a batch is made of samples of like length
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The model and its batches, ready to be built anywhere.
+
+    `build_model()` returns a fresh nn.Module in training mode with adapters, frozen parts and dtypes in place, in the form the calling
+    context asks for: inside a FakeTensorMode fake CPU tensors (no weight is ever allocated; other dispatch modes are set aside then and
+    see nothing), inside `torch.device("meta")` meta tensors, else real ones with the model's own initialisation. `make_batch(n)` returns a
+    dict of CPU tensors for n samples; values of masks and labels matter, so a tracer makes it outside its fake mode, or keeps them.
+    `compute_loss(model, batch)` is the Trainer's, or None for `model(**batch).loss`.
+    """
+
+    name: str
+    model_class: str
+    task: Task
+    build_model: Callable[[], Any]
+    make_batch: Callable[[int], dict[str, Any]]
+    shape: BatchShape
+    compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None
+    parameters: int
+    trainable_parameters: int
+    layers: int | None = None  # repeated blocks, what every_n_layers counts
+    tokens_per_sample: int | None = None
+    checkpointable: bool = True
+    batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
+    weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
+    lengths: LengthSpread | None = None  # None: every batch is as long as `shape` says, or nothing else is known
+    with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
+    notes: tuple[str, ...] = ()
