@@ -1,7 +1,7 @@
 """Would the tests notice a bug? One operator, constant or condition of a module is changed at a time, and its tests are run on it.
 
 A mutant that no test fails on has survived: either a test is missing, or the change makes no difference (docs/mutation.md says which). The
-process that runs the tests is forked from one that has imported torch and pytest already, so a mutant costs a second or two.
+process that runs the tests is forked from one that has imported all that they need and that is not ours, so a mutant costs about a second.
 
 usage: python benchmarks/mutation.py [--only NAME] [--every N] [--log FILE]        results are kept in the log, so it can be run in pieces
 """
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import copy
+import importlib
 import importlib.abc
 import importlib.util
+import itertools
 import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,11 +29,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 120
+_PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
 _SEARCH = "tests/search"
+_EDIT = ("tests/config/test_edit.py", "tests/config/test_edit_properties.py")
 TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mutants do not get past them
     "hfopt/runtime/replan.py": ("tests/runtime/test_replan.py",),
     "hfopt/estimate/allocator.py": ("tests/estimate/test_allocator.py",),
-    "hfopt/config/edit.py": ("tests/config/test_edit.py", "tests/config/test_edit_properties.py"),
+    "hfopt/config/edit.py": _EDIT,
+    "hfopt/config/splices.py": _EDIT,
+    "hfopt/config/operations.py": _EDIT,
+    "hfopt/config/style.py": _EDIT,
+    "hfopt/config/render.py": _EDIT,
+    "hfopt/config/comments.py": _EDIT,
     "hfopt/search/space.py": ("tests/search/test_space.py", _SEARCH),
     "hfopt/search/rank.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
     "hfopt/search/feasible.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
@@ -95,14 +106,14 @@ class _Replace(ast.NodeTransformer):
 
 
 def mutants(source: str) -> Iterator[tuple[str, ast.Module]]:
-    """(line and change, the whole module with it); annotations are left alone."""
-    for node in list(ast.walk(ast.parse(source))):
+    """(line and change, the whole module with it); walking the same source twice meets its nodes in the same order."""
+    for place, node in enumerate(ast.walk(ast.parse(source))):
         if not hasattr(node, "lineno"):
             continue
-        for what, _ in changed(node):
+        for choice, (what, _) in enumerate(changed(node)):
             tree = ast.parse(source)
-            twin = next(one for one in ast.walk(tree) if ast.dump(one, include_attributes=True) == ast.dump(node, include_attributes=True))
-            new = next(by for said, by in changed(twin) if said == what)
+            twin = next(itertools.islice(ast.walk(tree), place, None))
+            new = list(changed(twin))[choice][1]
             mutated = ast.fix_missing_locations(_Replace(twin, new).visit(tree))
             yield f"{node.lineno}:{node.col_offset} {what}", mutated
 
@@ -120,8 +131,22 @@ class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         exec(compile(self.tree, str(self.file), "exec"), module.__dict__)
 
 
-def outcome(name: str, file: Path, tree: ast.Module, tests: Sequence[str]) -> str:
-    """killed, survived or endless, from a forked process that runs the tests on the mutant."""
+class _QuickFirst:
+    """Examples before properties: most mutants do not get past the examples, and a property takes a hundred times as long."""
+
+    def __init__(self, loaded: Path | None) -> None:
+        self.loaded = loaded
+
+    def pytest_sessionfinish(self) -> None:
+        if self.loaded is not None:
+            self.loaded.write_text("\n".join(sys.modules))
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: hasattr(item.obj, "hypothesis"))
+
+
+def outcome(name: str, file: Path, tree: ast.Module, tests: Sequence[str], loaded: Path | None = None) -> str:
+    """killed, survived or endless, from a forked process that runs the tests on the mutant; what it loaded is written to `loaded`."""
     child = os.fork()
     if child == 0:
         os.setpgrp()
@@ -132,8 +157,8 @@ def outcome(name: str, file: Path, tree: ast.Module, tests: Sequence[str]) -> st
         import pytest
 
         already = "ignore::pytest.PytestAssertRewriteWarning"  # plugins came with transformers before pytest could rewrite them
-        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-W", already]
-        os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in tests)])))
+        options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-W", already, *_PLUGINS]
+        os._exit(int(pytest.main([*options, *(str(ROOT / test) for test in tests)], plugins=[_QuickFirst(loaded)])))
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -145,6 +170,14 @@ def outcome(name: str, file: Path, tree: ast.Module, tests: Sequence[str]) -> st
     return "endless"
 
 
+def _have(modules: Sequence[str]) -> None:
+    """Imports what the tests need of others, so that the forked processes find it there; ours must be read anew in each."""
+    for name in modules:
+        if name.partition(".")[0] not in ("hfopt", "tests", "conftest", "__main__") and name not in sys.modules:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", default="", help="modules whose path contains this")
@@ -152,11 +185,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("mutation.jsonl"))
     options = parser.parse_args()
     os.chdir(ROOT)
-    import pytest  # noqa: F401 - so that the forked ones have it
-    import torch
-    import transformers  # noqa: F401
+    os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", OMP_NUM_THREADS="1")
+    import hypothesis
 
-    torch.set_num_threads(1)
+    found = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # that it fails is enough: no smallest example is looked for
+    hypothesis.settings.register_profile("found", phases=found, database=None)
+    hypothesis.settings.load_profile("found")
     known = (
         {(row["file"], row["mutant"]): row for row in map(json.loads, options.log.read_text().splitlines())} if options.log.exists() else {}
     )
@@ -164,8 +198,11 @@ def main() -> None:
         if options.only not in path:
             continue
         name, source = path.removesuffix(".py").replace("/", "."), (ROOT / path).read_text()
-        if outcome(name, ROOT / path, ast.parse(source), tests) != "survived":
-            raise SystemExit(f"{path}: its tests fail without any change")
+        with tempfile.TemporaryDirectory() as folder:
+            loaded = Path(folder) / "modules"
+            if outcome(name, ROOT / path, ast.parse(source), tests, loaded) != "survived":
+                raise SystemExit(f"{path}: its tests fail without any change")
+            _have(loaded.read_text().splitlines())
         for number, (what, tree) in enumerate(mutants(source)):
             if number % options.every or (path, what) in known:
                 continue
