@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,8 @@ _NAMES = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|access_key
 _OF_A_TOKENIZER = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|mask|sep|cls|image|audio|video|stop|start|special)_token$", re.IGNORECASE)
 _FORMS = re.compile(r"(?<![A-Za-z0-9])(?:(?:hf|api_org|ghp)[_-][A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|github_pat_\w{20,})")
 HIDDEN = "(hidden)"
+_LEAST = 8
+"""Characters of an environment's credential that is looked for: a shorter one would be found in ordinary words."""
 
 
 def is_secret(key: str, value: Any) -> bool:
@@ -30,6 +33,14 @@ def shown(key: str, value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     text = _FORMS.sub(HIDDEN, repr(value) if isinstance(value, str) else str(value))
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def said(text: str) -> str:
+    """Somebody else's words (a script's error, a library's message), as they may be repeated: without tokens and the environment's own."""
+    for name, value in os.environ.items():
+        if len(value) >= _LEAST and is_secret(name, value):
+            text = text.replace(value, HIDDEN)
+    return _FORMS.sub(HIDDEN, text)
 
 
 def scrub(value: Any, key: str = "") -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.credentials import HIDDEN, is_secret, scrub, shown
+from hfopt.credentials import HIDDEN, is_secret, said, scrub, shown
 
 TOKEN = "hf_" + "Ab3" * 10
 
@@ -52,3 +52,10 @@ def test_nothing_of_one_is_left_however_deep_it_stands() -> None:
     assert clean["args"][0] == {"hub_token": HIDDEN, "plain": 1}
     assert TOKEN not in str(clean) and "abc" not in str(clean)
     assert clean["huge"] == "a number of 4001 bits"
+
+
+def test_the_words_of_others_are_repeated_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    monkeypatch.setenv("MY_TOKEN", "on")  # too short to be looked for: it stands in ordinary words
+    error = f"401 for https://user:{TOKEN}@huggingface.co with key 0123456789abcdef on rank 1"
+    assert said(error) == f"401 for https://user:{HIDDEN}@huggingface.co with key {HIDDEN} on rank 1"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hfopt.credentials import said
 from hfopt.errors import ConfigError, HfoptError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def people(*, quiet: bool = False) -> Console:
 
 
 def print_error(error: HfoptError) -> None:
-    sys.stderr.write(f"hfopt: {error}\n")
+    sys.stderr.write(f"hfopt: {said(str(error))}\n")
     if error.hint:
         sys.stderr.write(f"  {error.hint}\n")
 

@@ -14,12 +14,13 @@ from hfopt.cli.output import people
 if TYPE_CHECKING:
     from hfopt.schema import Rehearsal
 
+CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 _EXIT_CODES = {"fits": 0, "unsupported": 1, "oom": 3, "incomplete": 4, "timeout": 4, "failed": 4}
 
 
 def rehearse(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND", help="The training command, after --: python train.py ...", show_default=False)
+        list[str], typer.Argument(metavar="COMMAND", help="The training command: python train.py, torchrun ...", show_default=False)
     ],
     gpu: str = typer.Option(..., "--gpu", autocompletion=complete_gpu, help="The card to stand in for, as `hfopt gpus` lists them."),
     num_gpus: int = typer.Option(1, "--num-gpus", min=1, max=16, help="How many of them the machine has."),

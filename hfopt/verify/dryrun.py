@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from hfopt.credentials import said
 from hfopt.errors import DryRunError
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
@@ -112,8 +113,9 @@ def _facts(folder: Path, ended: child.Ended, log: Path, timeout_s: float) -> Map
     try:
         facts: Mapping[str, Any] = json.loads((folder / "trial.json").read_text())
     except (OSError, ValueError):
-        return {"outcome": "error", "message": _how_it_died(ended, log)}
-    return facts
+        facts = {"outcome": "error", "message": _how_it_died(ended, log)}
+    message = facts.get("message")
+    return {**facts, "message": said(message)} if message else facts
 
 
 def _how_it_died(ended: child.Ended, log: Path) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hfopt.credentials import said
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
@@ -137,7 +138,7 @@ def _judge(ended: child.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehe
     if oom is not None:
         where = oom["phase"] + (f" ({oom['part']})" if oom["part"] else "")
         when = f"at step {oom['step']}, {where.removeprefix('step 1: ')}" if oom["step"] else f"in {where}"
-        message = f"out of memory {when}: {oom['message']}"
+        message = f"out of memory {when}: {said(oom['message'])}"
         return replace(frame, outcome="oom", message=message, oom_step=oom["step"], oom_phase=oom["phase"])
     if ended.reason == "timeout":
         return replace(
@@ -162,7 +163,7 @@ def _unfinished(ended: child.Ended, reports: Sequence[Mapping[str, Any]], steps_
     if ended.reason == "killed" or ended.returncode < 0:
         message = f"the script was ended by signal {-ended.returncode}, not by hfopt"
     elif ended.returncode:
-        message = f"the script itself failed with exit code {ended.returncode}" + (f": {error}" if error else "")
+        message = f"the script itself failed with exit code {ended.returncode}" + (f": {said(error)}" if error else "")
     else:
         before = "before its first optimizer step" if not steps_done else f"after {steps_done} of {steps} optimizer steps"
         return {"outcome": "incomplete", "message": f"the script ended by itself {before}"}

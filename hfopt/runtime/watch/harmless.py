@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from hfopt.credentials import said
+
 
 class Faults:
     """Which parts are off, and why. `say` is how a person hears of it, `then` is told the part that went off."""
@@ -22,7 +24,7 @@ class Faults:
     def report(self, part: str, error: BaseException) -> None:
         if part in self.off:
             return
-        why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        why = f"{type(error).__name__}: {said(str(error))}" if str(error) else type(error).__name__
         self.off[part] = why
         self._say(f"hfopt monitor: {part} is off from here on ({why}); training goes on")
         if self._then is not None:
