@@ -21,10 +21,12 @@ import torch
 
 from hfopt.estimate.optimizers import make_optimizer, parameter_groups
 from hfopt.estimate.ranks.zero_gather import Gathering
+from hfopt.estimate.ranks.zero_layout import Layout
 from hfopt.estimate.trainer_step import TrainerLoop
 from hfopt.schema import Precision
 
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size
+REDUCTION_STREAM = 1  # with overlap_comm, what is made while reducing belongs to a stream of its own
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,11 +72,13 @@ class ZeroLoop(TrainerLoop):
             for hook in self._hooks:
                 hook.remove()
 
-    def hold(self, elements: int, dtype: torch.dtype, category: Any, what: str) -> int:
+    def hold(self, elements: int, dtype: torch.dtype, category: Any, what: str, *, stream: int = 0) -> int:
         """A block of the engine's own, until it is released."""
         recorder = self.session.recorder
         block = recorder.allocate(elements * dtype.itemsize, what)
         recorder.trace.categories[block] = category
+        if stream:
+            recorder.trace.streams[block] = stream
         return block
 
     def shares(self, *, largest: int | None = None) -> list[tuple[int, torch.dtype]]:
@@ -155,43 +159,60 @@ class Zero2Loop(ZeroLoop):
                 self.hold(parameter.numel(), parameter.dtype, "weights", "to_device")
         for elements, dtype in self.shares():
             self.hold(elements * self.world, dtype, "weights", "flatten")
-        if self.sharding.offload_optimizer:
-            self.hold(max(parameter.numel() for parameter in self.trained), self.dtype, "gradients", "offload_buffer")
+        self._layout = Layout([[p.numel() for p in group["params"]] for group in parameter_groups(self.model)], self.world)
+        self._places = {id(p): (g, i) for g, group in enumerate(parameter_groups(self.model)) for i, p in enumerate(group["params"])}
+        self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
+        self._bucket: list[tuple[int, int]] = []
         self._buckets: list[int] = []
         self._own: int | None = None  # this rank's gradients, in the dtype they came in
-        self._accumulated: list[int] = []
+        self._accumulated: int | None = None
+
+    def make_optimizer(self) -> Any:
+        """Then the gradients of all groups are made once and dropped (initialize_optimizer_states): their segments stay cached."""
+        made = super().make_optimizer()
+        if self.sharding.offload_optimizer:
+            self.hold(max(parameter.numel() for parameter in self.trained), self.dtype, "gradients", "offload_buffer")
+        else:
+            for block in [self.hold(elements, torch.float32, "gradients", "first_gradients") for elements, _ in self.shares()]:
+                self.session.recorder.release(block)
+        return made
 
     def before_first_gradient(self) -> None:
         if not self._buckets and self.sizes.contiguous_gradients:
             for _ in range(2 if self.sizes.overlap_comm else 1):
                 self._buckets.append(self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket"))
 
-    def on_reduction(self, elements: int) -> None:
-        if self._own is None and not self.sharding.offload_optimizer:
-            self._own = self.hold(self._share, self.dtype, "gradients", "own_gradients")
+    def _reduced(self, parameter: torch.Tensor) -> None:
+        super()._reduced(parameter)
+        self._bucket.append(self._places[id(parameter)])
 
-    @property
-    def _share(self) -> int:
-        return sum(elements for elements, _ in self.shares())
+    def on_reduction(self, elements: int) -> None:
+        """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept."""
+        if self._layout.pieces(self._bucket) > 1:
+            self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "flatten", stream=self._stream))
+        self._bucket = []
+        if self._own is None and not self.sharding.offload_optimizer:
+            self._own = self.hold(self._layout.largest_kept, self.dtype, "gradients", "own_gradients", stream=self._stream)
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         yield
         self._reduce()
-        recorder = self.session.recorder
         for block in self._buckets:
-            recorder.release(block)
+            self.session.recorder.release(block)
         self._buckets = []
-        if not is_last and self._own is not None:
-            self._accumulated.append(self.hold(self._share, self.dtype, "gradients", "accumulated_gradients"))
-            recorder.release(self._own)
+        if self._accumulated is not None and self._own is not None:  # added to the first micro-batch's
+            self.session.recorder.release(self._own)
             self._own = None
+        elif not is_last:
+            self._accumulated, self._own = self._own, None
 
     def release_gradients(self, elements: int | None) -> None:
-        if elements is None:
-            for block in (*self._accumulated, *([self._own] if self._own is not None else [])):
-                self.session.recorder.release(block)
-            self._accumulated, self._own = [], None
+        if elements is None:  # all groups share one buffer
+            for block in (self._accumulated, self._own):
+                if block is not None:
+                    self.session.recorder.release(block)
+            self._accumulated = self._own = None
 
 
 class Zero3Loop(ZeroLoop):
