@@ -39,7 +39,16 @@ def batch_of(case: dict[str, Any]) -> dict[str, torch.Tensor]:
         return made
 
 
+def without_agreement() -> None:
+    """Virtual cards send no values to each other, so ZeRO-3's question whether all ranks saw rank 0's order of modules cannot be answered."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+
+
 def main(case: dict[str, Any]) -> None:
+    if "deepspeed" in case["arguments"]:
+        without_agreement()
     batch = batch_of(case)
     arguments = TrainingArguments(
         output_dir=tempfile.mkdtemp(),

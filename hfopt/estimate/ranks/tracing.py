@@ -18,7 +18,7 @@ WARM_UP_BATCH = 1
 
 @contextmanager
 def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
-    """Ready to record; under FSDP2 and ZeRO-3 after a step that is thrown away: the first one sets up what the later ones reuse."""
+    """Ready to record; under FSDP2 after a step that is thrown away: the first one sets up what the later ones reuse."""
     build, sharding = prepared(workload, settings), settings.sharding
     kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
     recorder: type[Recorder] = Recorder
@@ -37,6 +37,6 @@ def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
             recorder = ShardRecorder
             build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
         tracer = Tracer(build, workload.make_batch, kernels, cost=cost, recorder=recorder, weights_on_host=on_host)
-        if engine in ("fsdp2", "zero3"):
+        if engine == "fsdp2":
             tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)
         yield tracer

@@ -137,6 +137,8 @@ class ZeroLoop(TrainerLoop):
     def _optimizer_step(self, optimizer: Any) -> torch.Tensor:
         recorder = self.session.recorder
         first_block = recorder.next_block
+        if not self.sharding.offload_optimizer:
+            self.norm_of(self.largest_piece)
         for master, dtype, update in self._updates:
             gradient = torch.zeros(master.numel(), dtype=dtype).to(torch.float32)
             self.release_gradients(master.numel())
@@ -147,6 +149,15 @@ class ZeroLoop(TrainerLoop):
         self.release_gradients(None)
         recorder.classify_live(first_block, "optimizer")
         return torch.zeros(())
+
+    @property
+    def largest_piece(self) -> int:
+        """Elements of the largest gradient a rank owns."""
+        raise NotImplementedError
+
+    def norm_of(self, elements: int, *, stream: int = 0) -> None:
+        """Norms are taken in float64, one gradient after the other (deepspeed/runtime/zero/utils.py, `get_norm_dtype`)."""
+        self.session.recorder.release(self.hold(elements, torch.float64, "gradients", "norm", stream=stream))
 
     def release_gradients(self, elements: int | None) -> None:
         """Of a group that has its float32 copy now; None: of all."""
@@ -190,12 +201,21 @@ class Zero2Loop(ZeroLoop):
         """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept."""
         if self._layout.pieces(self._bucket) > 1:
             self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "flatten", stream=self._stream))
+        if self.sharding.offload_optimizer and self._is_last:
+            for piece in self._layout.largest_pieces(self._bucket):
+                self.norm_of(piece, stream=self._stream)
+                self.session.recorder.release(self.hold(piece, torch.float32, "gradients", "to_host", stream=self._stream))
         self._bucket = []
         if self._own is None and not self.sharding.offload_optimizer:
             self._own = self.hold(self._layout.largest_kept, self.dtype, "gradients", "own_gradients", stream=self._stream)
 
+    @property
+    def largest_piece(self) -> int:
+        return max(self._layout.largest_pieces(list(self._places.values())))
+
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
         yield
         self._reduce()
         for block in self._buckets:
@@ -220,10 +240,20 @@ class Zero3Loop(ZeroLoop):
 
     def begin(self) -> None:
         self._gathering = Gathering(self.model, self.session.recorder, self.sharding)
-        if not self.sharding.offload_optimizer:
-            self.hold(sum(elements for elements, _ in self.shares()), self.dtype, "gradients", "own_gradients")
+        self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
+        self._bucket: list[int] = []
+
+    def make_optimizer(self) -> Any:
+        """Each float32 shard is cast, then copied; the largest group's gradients are made once and dropped; their segments stay cached."""
+        cast = [self.hold(elements, torch.float32, "weights", "cast") for elements, _ in self.shares(largest=self.largest_group)]
+        made = super().make_optimizer()
+        for block in cast:
+            self.session.recorder.release(block)
         if self.sizes.contiguous_gradients:
             self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket")
+        if not self.sharding.offload_optimizer:
+            self.hold(sum(elements for elements, _ in self.shares()), self.dtype, "gradients", "own_gradients")
+        return made
 
     def run(self, steps: int) -> Any:
         try:
@@ -233,11 +263,32 @@ class Zero3Loop(ZeroLoop):
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
         self._gathering.restart()
         yield
         self._reduce()
         self._gathering.release_all()
 
+    def _reduced(self, parameter: torch.Tensor) -> None:
+        super()._reduced(parameter)
+        self._bucket.append(parameter.numel())
+
     def on_reduction(self, elements: int) -> None:
-        """The gradients are laid out by rank in a flat tensor of their own before they are scattered."""
-        self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "reduce_scatter"))
+        """Several gradients are laid out by rank in a flat tensor of their own before they are scattered."""
+        alone = len(self._bucket) == 1 and elements % self.world == 0
+        flat = None if alone else self.hold(elements, self.dtype, "gradients", "reduce_scatter", stream=self._stream)
+        if self.sharding.offload_optimizer:
+            for size in self._bucket:
+                piece = -(-size // self.world)
+                block = self.hold(piece, self.dtype, "gradients", "from_host", stream=self._stream)
+                if self._is_last:
+                    self.norm_of(piece, stream=self._stream)
+                    self.session.recorder.release(self.hold(piece, torch.float32, "gradients", "to_host", stream=self._stream))
+                self.session.recorder.release(block)
+        if flat is not None:
+            self.session.recorder.release(flat)
+        self._bucket = []
+
+    @property
+    def largest_piece(self) -> int:
+        return max(-(-parameter.numel() // self.world) for parameter in self.trained)

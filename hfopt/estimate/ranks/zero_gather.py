@@ -3,7 +3,9 @@
 Before a module runs, its own weights are gathered, and then, in the order of the step before, the next ones up to `prefetch_bucket`
 elements as long as fewer than `max_live` are there. After it ran they are released, unless one of the next modules within
 `max_reuse_distance` elements uses them again. Weights below `persistence_threshold` elements are never partitioned.
-Several weights gathered at once arrive in one flat tensor and are copied out of it.
+Several weights gathered at once arrive in one flat tensor; when the first of them is used, all are copied out of it, and it stays until
+the last of them is used. The first micro-batch of a run only learns the order: nothing is gathered ahead, nothing kept for later.
+With `overlap_comm` all of this belongs to a stream of its own.
 
 Known limit: in the backward a module's weights are released when the next module's are asked for.
 """
@@ -11,6 +13,7 @@ Known limit: in the backward a module's weights are released when the next modul
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,34 +21,54 @@ import torch
 
 from hfopt.schema import Sharding
 
-_ORDER = "_hfopt_zero3_order"
+GATHERING_STREAM = 2
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Weights gathered together in one flat block, on their way."""
+
+    block: int
+    waiting: list[torch.Tensor]
+    copied: bool = False
 
 
 class Gathering:
-    """Keeps the gathered weights of one record; the order of modules is kept on the model for the next."""
+    """Keeps the gathered weights of one record."""
 
     def __init__(self, model: Any, recorder: Any, sharding: Sharding) -> None:
         self._model, self._recorder, self._sizes = model, recorder, sharding.zero
+        self._world, self._on_host = sharding.world_size, sharding.offload_parameters
+        self._stream = GATHERING_STREAM if sharding.zero.overlap_comm else 0
         self._own: dict[int, list[torch.Tensor]] = {}
         self._live: dict[int, int] = {}  # parameter -> block
+        self._flights: dict[int, _Flight] = {}  # parameter -> what brings it
         self._elements = 0
         self._step = 0
         self._seen: list[int] = []
-        self._order: list[int] = getattr(model, _ORDER, [])
+        self._order: list[int] = []
         self._queue: deque[torch.Tensor] = deque()
         self._in_backward: int | None = None
         self._handles = list(self._install())
-        if not sharding.offload_parameters:
-            self._hold_shards(sharding.world_size)
+        self._hold_shards()
 
-    def _hold_shards(self, world_size: int) -> None:
+    def _hold_shards(self) -> None:
+        """This rank's part of each weight, unless it is on the host, and the whole of those that are never partitioned."""
         by_dtype: dict[torch.dtype, int] = {}
         for parameter in self._model.parameters():
-            elements = parameter.numel() if self._persists(parameter) else 0
-            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) - (-parameter.numel() // world_size) + elements
+            shard = 0 if self._on_host else -(-parameter.numel() // self._world)
+            whole = parameter.numel() if self._persists(parameter) else 0
+            by_dtype[parameter.dtype] = by_dtype.get(parameter.dtype, 0) + shard + whole
         for dtype, elements in by_dtype.items():
-            block = self._recorder.allocate(elements * dtype.itemsize, "partition")
-            self._recorder.trace.categories[block] = "weights"
+            self._take(elements * dtype.itemsize, stream=0)
+
+    def _take(self, size: int, *, stream: int | None = None) -> int:
+        block: int = self._recorder.allocate(size, "all_gather")
+        self._recorder.trace.categories[block] = "weights"
+        stream = self._stream if stream is None else stream
+        if stream:
+            self._recorder.trace.streams[block] = stream
+        return block
 
     def _persists(self, parameter: torch.Tensor) -> bool:
         return int(parameter.numel()) <= self._sizes.persistence_threshold
@@ -61,16 +84,19 @@ class Gathering:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        setattr(self._model, _ORDER, self._seen or self._order)
 
     # ------------------------------------------------------------------------------------------ moments
 
     def restart(self) -> None:
         """A new micro-batch begins: the order starts over."""
+        self._order = self._order or self._seen
         self._step, self._in_backward, self._seen = 0, None, []
         self._queue = deque(parameter for module in self._order for parameter in self._own.get(module, ()))
 
     def release_all(self) -> None:
+        for flight in {id(flight): flight for flight in self._flights.values()}.values():
+            self._recorder.release(flight.block)
+        self._flights.clear()
         for key in list(self._live):
             self._free(key)
         self._elements = 0
@@ -95,33 +121,48 @@ class Gathering:
     def _fetch(self, key: int) -> None:
         self._seen.append(key)
         self._step += 1
-        self._gather([parameter for parameter in self._own[key] if id(parameter) not in self._live])
+        self._gather([parameter for parameter in self._own[key] if not self._known(parameter)])
         for parameter in self._own[key]:
+            self._arrive(parameter)
             if self._queue and self._queue[0] is parameter:
                 self._queue.popleft()
         room = min(self._sizes.max_live - self._elements, self._sizes.prefetch_bucket)
         ahead: list[torch.Tensor] = []
         while self._queue and sum(parameter.numel() for parameter in ahead) < room:
             parameter = self._queue.popleft()
-            if id(parameter) not in self._live and not any(parameter is other for other in ahead):
+            if not self._known(parameter) and not any(parameter is other for other in ahead):
                 ahead.append(parameter)
         self._gather(ahead)
 
+    def _known(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._live or id(parameter) in self._flights
+
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        size = sum(parameter.nbytes for parameter in parameters)
-        flat = self._recorder.allocate(size, "all_gather") if len(parameters) > 1 else None
-        for parameter in parameters:
-            block = self._recorder.allocate(parameter.nbytes, "all_gather")
-            self._recorder.trace.categories[block] = "weights"
-            self._live[id(parameter)] = block
-            self._elements += parameter.numel()
-        if flat is not None:
-            self._recorder.release(flat)
+        self._elements += sum(parameter.numel() for parameter in parameters)
+        if len(parameters) == 1:
+            (parameter,) = parameters
+            self._live[id(parameter)] = self._take(parameter.nbytes)
+            if self._on_host:
+                self._recorder.release(self._take(-(-parameter.nbytes // self._world)))  # the shard on its way from the host
+        elif parameters:
+            flight = _Flight(self._take(sum(parameter.nbytes for parameter in parameters)), list(parameters))
+            self._flights |= dict.fromkeys(map(id, parameters), flight)
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        flight = self._flights.pop(id(parameter), None)
+        if flight is None:
+            return
+        if not flight.copied:
+            self._live |= {id(one): self._take(one.nbytes) for one in flight.waiting}
+            flight.copied = True
+        flight.waiting = [one for one in flight.waiting if one is not parameter]
+        if not flight.waiting:
+            self._recorder.release(flight.block)
 
     def _release(self, key: int) -> None:
         soon = self._used_soon()
         for parameter in self._own[key]:
-            if id(parameter) in self._live and id(parameter) not in soon:
+            if id(parameter) in self._live and id(parameter) not in self._flights and id(parameter) not in soon:
                 self._elements -= parameter.numel()
                 self._free(id(parameter))
 

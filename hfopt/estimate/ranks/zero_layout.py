@@ -6,7 +6,7 @@ A weight may cross a border, and its gradient is then kept whole by both neighbo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 
 class Layout:
@@ -15,10 +15,12 @@ class Layout:
     def __init__(self, groups: Sequence[Sequence[int]], world: int) -> None:
         self._world = world
         self._parts: list[list[range]] = []  # the ranks that own a part of each weight
+        self._pieces: list[list[int]] = []  # the largest part of each weight that one rank owns
         for sizes in groups:
             part = max(1, -(-sum(sizes) // world))
             ends = list(accumulate(sizes))
             self._parts.append([range((end - size) // part, -(-end // part)) for size, end in zip(sizes, ends, strict=True)])
+            self._pieces.append([max(_cut(end - size, end, part)) for size, end in zip(sizes, ends, strict=True)])
         self._sizes = groups
 
     @property
@@ -35,3 +37,12 @@ class Layout:
         """Stretches of a bucket that belong to one rank each; a weight is named by its group and its place there."""
         owners = [rank for group, place in bucket for rank in self._parts[group][place]]
         return sum(1 for _ in groupby(owners))
+
+    def largest_pieces(self, bucket: Sequence[tuple[int, int]]) -> list[int]:
+        return [self._pieces[group][place] for group, place in bucket]
+
+
+def _cut(start: int, end: int, part: int) -> list[int]:
+    """The lengths of a stretch cut at the multiples of `part`."""
+    borders = [start, *range(-(-(start + 1) // part) * part, end, part), end]
+    return [after - before for before, after in pairwise(borders)]
