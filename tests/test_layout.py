@@ -54,6 +54,16 @@ def test_imports_go_one_way(path: Path) -> None:
         assert "cli" not in imported
 
 
+VALUES = [path for path in MODULES if _part(path) in ("schema", "search") or path.name in ("replan.py", "edit.py", "operations.py")]
+
+
+@pytest.mark.parametrize("path", VALUES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_what_passes_between_stages_is_frozen_and_named(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        for made in node.decorator_list if isinstance(node, ast.ClassDef) else []:
+            assert ast.unparse(made) == "dataclass(frozen=True, kw_only=True, slots=True)", f"{path.name}:{node.lineno}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_module_says_its_idea_in_its_first_line(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text()))

@@ -172,3 +172,29 @@ def test_a_lost_process_is_restarted_smaller() -> None:
     assert step.action == "restart"
     assert step.candidate is not None
     assert (step.candidate.per_device_batch, step.candidate.accumulation) == (8, 8)
+
+
+LOST = "the optimizer step had begun"
+
+
+def test_a_restart_that_cannot_be_smaller_takes_checkpointing_once() -> None:
+    one = candidate(1, 64)
+    step = next_step(Situation(failed=one, seen=seen(**MEASURED), process_lost=LOST, can_checkpoint=True))
+    assert step.action == "restart" and step.candidate is not None and step.candidate.checkpointing.on
+    assert step.reason == f"{LOST}; with gradient checkpointing"
+    with_it = candidate(1, 64, checkpointing=Checkpointing(every_n_layers=1))
+    assert next_step(Situation(failed=with_it, seen=seen(**MEASURED), process_lost=LOST, can_checkpoint=True)).action == "give_up"
+    assert next_step(Situation(failed=one, seen=seen(**MEASURED), process_lost=LOST)).action == "give_up"
+
+
+def test_what_just_fits_was_only_scattered() -> None:
+    assert fragmented(seen(**{**MEASURED, "requested_bytes": 1 * GIB}))  # 7 + 1 of 8
+    assert not fragmented(seen(**{**MEASURED, "requested_bytes": 1 * GIB + 1}))
+
+
+def test_what_stays_may_leave_no_room_at_all() -> None:
+    one = candidate(1, 64)
+    full = {**MEASURED, "baseline_bytes": 8 * GIB}
+    said = next_step(Situation(failed=one, seen=seen(**full, length=512))).smallest_change
+    assert said is not None and said.startswith("adapters (LoRA) or a smaller optimizer state") and "1.00 GiB" in said
+    assert next_step(Situation(failed=one, seen=seen(**MEASURED))).smallest_change == "at least 1.00 GiB more memory"

@@ -57,5 +57,16 @@ def test_the_order_does_not_depend_on_the_order_of_the_input() -> None:
 
 def test_headroom_is_a_share() -> None:
     assert budget_bytes(100, 0.06) == 94
-    with pytest.raises(ValueError, match="share"):
-        budget_bytes(100, 6)
+    assert budget_bytes(100, 0) == 100
+    for share in (6, 1, 1.5, -0.1):
+        with pytest.raises(ValueError, match="share"):
+            budget_bytes(100, share)
+
+
+def test_a_rejection_says_how_much_would_have_fitted() -> None:
+    pool = [Candidate(per_device_batch=8, accumulation=1, precision="fp32")]
+    reasons = [split(pool, lambda candidate, limit=limit: limit, 1 << 30)[1][0].reason for limit in (None, 6)]
+    assert reasons == [
+        "not even one sample fits into 1.00 GiB",
+        "batch 8 does not fit into 1.00 GiB: at most 6 with these settings",
+    ]
