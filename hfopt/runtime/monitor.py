@@ -25,9 +25,8 @@ _PART = "the monitor"
 
 
 def _passing_on(event: Event) -> Callable[..., None]:
-    """A callback that only tells the session's clock that it happened."""
+    """A callback that only has it noted that it happened; it runs in every step, and there is nothing in it that can fail."""
 
-    @harmless(_PART)
     def callback(self: HFGpuMonitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.event(event)
@@ -114,26 +113,14 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         self._session = Session(self._options, training)
 
     on_epoch_begin = _passing_on("epoch_begin")
+    on_step_begin = _passing_on("step_begin")
     on_substep_end = _passing_on("substep_end")
+    on_pre_optimizer_step = _passing_on("pre_optimizer")
     on_optimizer_step = _passing_on("optimizer")
+    on_step_end = _passing_on("step_end")
     on_prediction_step = _passing_on("prediction")
     on_evaluate = _passing_on("evaluate")
     on_save = _passing_on("save")
-
-    @harmless(_PART)
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.step_begin()
-
-    @harmless(_PART)
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.pre_optimizer(state.global_step)
-
-    @harmless(_PART)
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.step_end(state)
 
     @harmless(_PART)
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -77,7 +77,7 @@ class Sampler:
         return dict(self._energy_j)
 
     def start(self) -> None:
-        self.tick()
+        self._tell(self.tick())
         self._thread = threading.Thread(target=self._run, name="hfopt-sampler", daemon=True)
         self._thread.start()
 

@@ -30,11 +30,12 @@ class InputWatch:
         self._counting: ForwardCount | None = None
         self.flops_per_sample: float | None = None  # of what is not text, once the first forward is over
         self._handles: list[Any] = []
+        self._after_handle: Any = None
         self._main = "input_ids"
         self._pending: tuple[Any, Any, int] | None = None
         self._lengths: set[int] = set()
         self._looks, self._looked_s = 0, 0.0
-        self.rows = self.tokens = self.forwards = 0
+        self.rows = self.tokens = 0
         self._masked = self._unmasked = 0
 
     def __reduce__(self) -> tuple[Callable[[], InputWatch], tuple[()]]:
@@ -45,7 +46,8 @@ class InputWatch:
         self._main = getattr(model, "main_input_name", "input_ids")
         self._handles.append(model.register_forward_pre_hook(self._before, with_kwargs=True))
         if self._after_forward is not None or self._counts_flops:
-            self._handles.append(model.register_forward_hook(self._after, always_call=True))
+            self._after_handle = model.register_forward_hook(self._after, always_call=True)
+            self._handles.append(self._after_handle)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -59,7 +61,7 @@ class InputWatch:
         padding = self._masked / seen if seen else None
         fixed = len(self._lengths) == 1 if self._looks > 1 and seen else None
         taken = (self.rows, self.tokens or None, padding, fixed)
-        self.rows = self.tokens = self.forwards = self._masked = self._unmasked = 0
+        self.rows = self.tokens = self._masked = self._unmasked = 0
         return taken
 
     @harmless(_PART)
@@ -71,26 +73,28 @@ class InputWatch:
             main = kwargs.get("inputs_embeds", args[0] if args else _first_input(kwargs))
         if not isinstance(main, torch.Tensor) or main.dim() == 0:
             return
-        self.forwards += 1
-        self.rows += main.shape[0]
-        text = (main.dim() == 2 and not main.is_floating_point()) or (main.dim() == 3 and main is kwargs.get("inputs_embeds"))
+        shape = main.shape
+        self.rows += shape[0]
+        text = not main.is_floating_point() if len(shape) == 2 else len(shape) == 3 and main is kwargs.get("inputs_embeds")
         if text:
-            self.tokens += main.shape[0] * main.shape[1]
-        if self._counts_flops and not (text and flops_per_token(module) is not None):
-            self._counting = ForwardCount(module, main.shape[0])
-            self._counting.begin()
-        self._counts_flops = False
-        self._look(kwargs.get("attention_mask"))
-
-    def _look(self, mask: Any) -> None:
+            self.tokens += shape[0] * shape[1]
+        if self._counts_flops:
+            self._count_flops(module, shape[0], text=text)
         if self._pending is not None:
             self._collect()
-        now_s = time.monotonic()
-        if self._looks >= _FIRST_LOOKS and now_s - self._looked_s < _BETWEEN_LOOKS_S:
-            return
+        if self._looks < _FIRST_LOOKS or time.monotonic() - self._looked_s >= _BETWEEN_LOOKS_S:
+            self._look(kwargs.get("attention_mask"))
+
+    def _count_flops(self, module: Any, rows: int, *, text: bool) -> None:
+        self._counts_flops = False
+        if not (text and flops_per_token(module) is not None):
+            self._counting = ForwardCount(module, rows)
+            self._counting.begin()
+
+    def _look(self, mask: Any) -> None:
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or self._pending is not None:
             return
-        self._looks, self._looked_s = self._looks + 1, now_s
+        self._looks, self._looked_s = self._looks + 1, time.monotonic()
         if len(self._lengths) < 2:
             self._lengths.add(mask.shape[1])
         total = (mask != 0).sum()
@@ -119,7 +123,10 @@ class InputWatch:
         counting, self._counting = self._counting, None
         if counting is not None:
             self.flops_per_sample = counting.end()
-        if module.training and self._after_forward is not None:
+        if self._after_forward is None:
+            if not self._counts_flops:
+                self._after_handle.remove()  # there is nothing left to do after a forward
+        elif module.training:
             self._after_forward()
 
 

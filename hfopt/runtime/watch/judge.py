@@ -14,6 +14,7 @@ from hfopt.schema import Finding, RankLag, RunFacts, Window
 
 _RECENT_S, _RECENT_STEPS = 10.0, 20  # a verdict rests on at least so much, if there is so much
 _LEAST_S, _LEAST_STEPS = 1.0, 10  # before that the run is not told anything
+_NEWS = 0.1  # of the stretch that must be new for another verdict
 _GOOD = "compute_bound"
 
 
@@ -21,12 +22,14 @@ class Judge:
     def __init__(self, run: RunFacts, journal: Journal, say: Callable[[str], None], warn_below: float) -> None:
         self._run, self._journal, self._say, self._warn_below = run, journal, say, warn_below
         self._recent: deque[Window] = deque(maxlen=256)
+        self._unjudged_s = 0.0
         self._alarms = Alarms()
         self._told: set[str] = set()
         self._low_said = False
 
     def add(self, window: Window) -> None:
         self._recent.append(window)
+        self._unjudged_s += window.seconds
         while len(self._recent) > 1 and self._enough(list(self._recent)[1:]):
             self._recent.popleft()
 
@@ -36,10 +39,11 @@ class Judge:
 
     def recent(self, lags: tuple[RankLag, ...]) -> None:
         """The verdict on the last stretch."""
-        if self._recent:
+        if self._unjudged_s >= _NEWS * sum(window.seconds for window in self._recent):
             window = merge(list(self._recent))
             if window.seconds < _LEAST_S and window.steps < _LEAST_STEPS:
                 return
+            self._unjudged_s = 0.0
             self._tell(window, diagnose(window, replace(self._run, lags=lags)))
 
     def whole(self, total: Window, lags: tuple[RankLag, ...]) -> tuple[Finding, ...]:

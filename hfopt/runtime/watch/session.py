@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,10 +28,10 @@ from hfopt.runtime.watch.options import Options
 from hfopt.runtime.watch.presence import Presence
 from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
 from hfopt.runtime.watch.steps import Event, StepClock
-from hfopt.runtime.watch.windows import merge
+from hfopt.runtime.watch.windows import Total, merge
 from hfopt.schema import RankLag, Sample, Window
 
-_BUDGET, _GRACE_S = 0.002, 0.03
+_BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window
 _RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
 
 
@@ -49,16 +50,14 @@ class Training:
 class Session:
     def __init__(self, options: Options, training: Training) -> None:
         args, state = training.args, training.state
-        self._options, self._handler = options, training.handler
+        self._options, self._handler, self._state = options, training.handler, state
         self._first = bool(state.is_world_process_zero)
         self.faults = Faults(self.say)
         self._rank, self._world = args.process_index, args.world_size
         self._began_s, self._began_time, self._spent_s, self._ranks_s = time.monotonic(), time.time(), 0.0, float("-inf")
-        self._total: Window | None = None
-        self._epoch: Window | None = None
+        self._total, self._epoch = Total(), Total()
         self._unreported: list[Window] = []
         self._lags: tuple[RankLag, ...] = ()
-        self._shown: Sample | None = None
         self._data_wait: float | None = None
         self._place = find_place(args)
         self.journal = self._open_journal(training)
@@ -83,6 +82,7 @@ class Session:
         scale = scale_of(args, self._place, flops_per_token=training.flops_per_token, flops_per_sample=options.flops_per_sample)
         self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
         self._judge = Judge(facts_of(args, state, self._place, options.plan), self.journal, self.say, options.warn_below)
+        self.event: Callable[[Event], None] = self._first_step  # the callbacks of every step; replaced by the least that does
         self._sampler.start()
         atexit.register(self._interrupted)
         self.clock.event("train_begin")
@@ -113,26 +113,22 @@ class Session:
         if self._first:
             status.say(self._handler.callbacks if self._handler is not None else (), text)
 
-    def step_begin(self) -> None:
-        self.clock.event("step_begin")
-        if self._world > 1:
-            self.clock.mark("begin")
+    def _first_step(self, event: Event) -> None:
+        self._among_ranks(event)
+        if event == "step_end":
+            self._begin()
+            self.event = self._among_ranks if self._world > 1 else self.clock.event
 
-    def pre_optimizer(self, step: int) -> None:
-        self.clock.event("pre_optimizer")
-        if self._world > 1:
-            self.clock.finish_marks(step)
+    @harmless("the windows")
+    def _begin(self) -> None:
+        self._meter.begin(self._state)
 
-    def step_end(self, state: Any) -> None:
-        cold = not self.clock.warm
-        self.clock.event("step_end")
-        self.journal.state["step"] = state.global_step
-        if cold:
-            self._meter.begin(state)
-        self._show()
-
-    def event(self, event: Event) -> None:
+    def _among_ranks(self, event: Event) -> None:
         self.clock.event(event)
+        if event == "step_begin":
+            self.clock.mark("begin")
+        elif event == "pre_optimizer":
+            self.clock.finish_marks(self._state.global_step)
 
     def log(self, args: Any, state: Any, control: Any) -> None:
         inside_evaluation = self.clock.evaluating
@@ -149,11 +145,11 @@ class Session:
     def epoch_end(self, state: Any) -> None:
         self.clock.event("end")
         self._close(state)
-        if self._epoch is not None:
-            figures = reporters.metrics(self._epoch)
+        if (epoch := self._epoch.window()) is not None:
+            figures = reporters.metrics(epoch)
             self.journal.write("epoch", epoch=state.epoch, step=state.global_step, metrics=figures)
             self.say(f"hfopt: epoch {state.epoch:.4g}: {summary.one_line(figures)}")
-            self._epoch = None
+            self._epoch = Total()
 
     def end(self, args: Any, state: Any, control: Any) -> None:
         self.clock.event("end")
@@ -161,28 +157,28 @@ class Session:
         self._close(state)
         self._flush(args, state, control)
         self.stop()
-        if self._total is None:
+        if (total := self._total.window()) is None:
             return
-        figures = reporters.metrics(self._total)
+        figures = reporters.metrics(total)
         self.journal.note(list(self.clock.stamps), figures, ended=True)
         notes = self._notes(wait_s=_WAIT_FOR_RANKS_S) if self._first else {}
-        findings = self._judge.whole(self._total, ranks.lags_of_notes(notes, since=self._began_time)) if self._first else ()
+        findings = self._judge.whole(total, ranks.lags_of_notes(notes, since=self._began_time)) if self._first else ()
         facts = {
             "step": state.global_step,
-            "steps": self._total.steps,
-            "seconds": self._total.seconds,
+            "steps": total.steps,
+            "seconds": total.seconds,
             "warmup_s": self.clock.warmup_s,
-            "phases": self._total.phases,
+            "phases": total.phases,
             "metrics": figures,
             "findings": [finding.cause for finding in findings],
             "ranks": {str(rank): note["summary"] for rank, note in notes.items()},
             "off": self.faults.off,
         }
         self.journal.write("summary", **facts)
-        self.journal.state.update(ended=True)
+        self.journal.state.update(ended=True, step=state.global_step)
         self.journal.live(None, "", self._data_wait)
         self.journal.close()
-        self.say(summary.closing(self._total, figures, findings, self.journal.path))
+        self.say(summary.closing(total, figures, findings, self.journal.path))
 
     def stop(self) -> None:
         """Also for a session whose train() did not come to its end."""
@@ -203,8 +199,8 @@ class Session:
     @harmless("the note of the end")
     def _interrupted(self) -> None:
         """An error, Ctrl-C or sys.exit() left train(): nobody calls on_train_end any more."""
-        self.journal.write("interrupted", step=self.journal.state["step"])
-        self.journal.state.update(ended=True)
+        self.journal.write("interrupted", step=self._state.global_step)
+        self.journal.state.update(ended=True, step=self._state.global_step)
         self.journal.live(None, "", self._data_wait)
         self.stop()
 
@@ -214,8 +210,8 @@ class Session:
             return
         self._unreported.append(window)
         self._data_wait = data_share(window)
-        self._total = merge([self._total, window]) if self._total is not None else window
-        self._epoch = merge([self._epoch, window]) if self._epoch is not None else window
+        self._total.add(window)
+        self._epoch.add(window)
         self._judge.add(window)
 
     def _flush(self, args: Any, state: Any, control: Any) -> None:
@@ -253,17 +249,18 @@ class Session:
                 return notes
             time.sleep(0.05)
 
-    @harmless("the live status")
-    def _show(self) -> None:
-        sample = self._sampler.latest
-        if not self._options.live or not self._first or self._handler is None or sample is None or sample is self._shown:
-            return
-        self._shown = sample
-        status.show(self._handler.callbacks, status.status_line(sample, self._current_wait()))
-
     def _live(self, sample: Sample) -> None:
+        """Each reading, on the sampler's thread: the training thread has better to do."""
         wait = self._current_wait()
-        self.journal.live(sample, status.status_line(sample, wait), wait)
+        line = status.status_line(sample, wait)
+        self.journal.state["step"] = self._state.global_step
+        self.journal.live(sample, line, wait)
+        self._show(line)
+
+    @harmless("the live status")
+    def _show(self, line: str) -> None:
+        if self._options.live and self._first and self._handler is not None:
+            status.show(self._handler.callbacks, line)
 
     def _current_wait(self) -> float | None:
         tally = self.clock.tally

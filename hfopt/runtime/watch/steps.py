@@ -4,12 +4,16 @@ transformers (4.51 and 5.x alike) fetches the whole accumulation window, then ca
 step before (step end, log, evaluation, save) to on_step_begin is the wait for data. The first step of a train() (lazy allocations, worker
 start, skipping to the place of a resume) is left out of every window.
 
+A callback only notes what happened when: between two of them the processor has forgotten this code, and each line of it is slow. The notes
+are added up many at a time, when somebody asks.
+
 Known limit: times are the host's. By default Trainer reads the loss of each micro-batch (`logging_nan_inf_filter`), which waits for the
 card, so they are honest; without it forward+backward is the time of launching.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -47,6 +51,7 @@ _PHASE: dict[Event, str] = {
     "save": "save_s",
     "end": "other_s",
 }
+_MOST_NOTES = 1024  # where nobody asks
 STAMPS = 64  # steps of which a rank remembers when it came where
 Mark = Literal["fetched", "begin", "forward_begin", "forward_end"]
 Stamp = tuple[int, float, float, float, float]
@@ -74,42 +79,76 @@ class Tally:
 
 
 class StepClock:
-    """Fed with events in order; each closes the stretch since the one before it and says what that was."""
+    """Fed with events in order by the training thread; each closes the stretch since the one before it and says what that was."""
 
     def __init__(self) -> None:
-        self.warm = False
-        self.evaluating = False
+        self._warm = False
+        self._evaluating = False
         self.warmup_s = 0.0
         self._last_s = self._began_s = time.monotonic()
-        self.tally = Tally(began_s=self._last_s)
+        self._tally = Tally(began_s=self._last_s)
         self._fetched = False
+        self._notes: deque[tuple[Event, float]] = deque()
+        self._lock = threading.Lock()  # of those who ask; who notes needs none
         self._marks: dict[Mark, float] = {}
         self.stamps: deque[Stamp] = deque(maxlen=STAMPS)
 
     def event(self, event: Event) -> None:
-        now_s = time.monotonic()
-        if self.warm:
+        self._notes.append((event, time.monotonic()))
+        if len(self._notes) >= _MOST_NOTES:
+            self._add_up()
+
+    @property
+    def warm(self) -> bool:
+        """The first step is over."""
+        self._add_up()
+        return self._warm
+
+    @property
+    def evaluating(self) -> bool:
+        self._add_up()
+        return self._evaluating
+
+    @property
+    def tally(self) -> Tally:
+        self._add_up()
+        return self._tally
+
+    def take(self) -> Tally:
+        """The tally so far; counting starts anew."""
+        self._add_up()
+        with self._lock:
+            taken, self._tally = self._tally, Tally(began_s=self._last_s)
+        return taken
+
+    def _add_up(self) -> None:
+        with self._lock:
+            while self._notes:
+                self._happened(*self._notes.popleft())
+
+    def _happened(self, event: Event, now_s: float) -> None:
+        if self._warm:
             phase = _PHASE[event]
-            if self.evaluating and event in ("log", "evaluate"):
+            if self._evaluating and event in ("log", "evaluate"):
                 phase = "eval_s"
             elif event == "step_begin" and self._fetched:
                 phase = "other_s"  # ranks count their tokens together, so the fast ones wait for the slow ones
-            seconds = self.tally.seconds
+            seconds = self._tally.seconds
             seconds[phase] = seconds.get(phase, 0.0) + now_s - self._last_s
             self._count(event)
         elif event == "step_end":
-            self.warm = True
+            self._warm = True
             self.warmup_s = now_s - self._began_s
-            self.tally = Tally(began_s=now_s)
+            self._tally = Tally(began_s=now_s)
         if event == "prediction":
-            self.evaluating = True
+            self._evaluating = True
         elif event in ("evaluate", "step_begin"):
-            self.evaluating = False
+            self._evaluating = False
         self._fetched = event == "fetched"
         self._last_s = now_s
 
     def _count(self, event: Event) -> None:
-        tally = self.tally
+        tally = self._tally
         if event == "substep_end":
             tally.micro_batches += 1
         elif event == "step_end":
@@ -119,13 +158,8 @@ class StepClock:
             tally.evals += 1
         elif event == "save":
             tally.saves += 1
-        elif event == "log" and not self.evaluating:
+        elif event == "log" and not self._evaluating:
             tally.logs += 1
-
-    def take(self) -> Tally:
-        """The tally so far; counting starts anew."""
-        taken, self.tally = self.tally, Tally(began_s=self._last_s)
-        return taken
 
     def mark(self, mark: Mark) -> None:
         self._marks[mark] = time.time()

@@ -9,6 +9,7 @@ from typing import TypeVar
 from hfopt.schema import GpuReading, GpuWindow, Phases, Sample, Spread, Window
 
 T = TypeVar("T")
+_MOST_UNMERGED = 64
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -103,6 +104,22 @@ def merge(windows: Sequence[Window]) -> Window:
         alloc_retries=_sum(window.alloc_retries for window in windows),
         energy_j=_sum(window.energy_j for window in windows),
     )
+
+
+class Total:
+    """All windows given to it as one; merged many at a time, since nobody asks after each."""
+
+    def __init__(self) -> None:
+        self._windows: list[Window] = []
+
+    def add(self, window: Window) -> None:
+        self._windows.append(window)
+        if len(self._windows) >= _MOST_UNMERGED:
+            self._windows = [merge(self._windows)]
+
+    def window(self) -> Window | None:
+        """None if there was none."""
+        return merge(self._windows) if self._windows else None
 
 
 def _merge_card(uuid: str, cards: Sequence[GpuWindow]) -> GpuWindow:
