@@ -57,6 +57,7 @@ def _make_virtual(_torch: ModuleType) -> None:
     if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
         importlib.import_module("hfopt_virtual_values").install()
     importlib.import_module("hfopt_virtual_kernels").choose()
+    after_import("triton", lambda module: importlib.import_module("hfopt_virtual_triton").install(module))
     if "HFOPT_REHEARSAL" in os.environ:
         recorder = importlib.import_module("hfopt_rehearsal").install()
         follow = importlib.import_module("hfopt_rehearsal_trainer").install

@@ -44,6 +44,10 @@ picked = torch.arange(6, device="cuda")
 facts["picked"] = [picked[picked > 3].tolist(), picked.masked_select(picked < 2).tolist()]
 facts["selected_floats"] = list(x.masked_select(padded[..., None] > 0).shape)
 facts["by_shape"] = [torch.ones_like(x, dtype=torch.long).sum().item(), x.new_full((2,), 3, dtype=torch.long).tolist()]
+scores = torch.randn(2, 100, device="cuda")
+facts["finite"] = list(scores[~torch.isnan(scores)].shape)
+with torch.no_grad():
+    facts["chosen"] = [scores.argmax(-1).tolist(), scores.argmax().item(), torch.multinomial(scores.softmax(-1), 1).tolist()]
 with torch.device("cuda"):
     facts["default_device"] = torch.arange(3).tolist()
 """
@@ -65,6 +69,8 @@ def test_values_that_follow_from_the_host_are_true(on_virtual: Callable[..., Any
         "picked": [[4, 5], [0, 1]],
         "selected_floats": [29 * 16],
         "by_shape": [512, [3, 3]],
+        "finite": [200],
+        "chosen": [[50, 50], 100, [[50], [50]]],
         "default_device": [0, 1, 2],
     }
 

@@ -3,7 +3,9 @@
 Its kernels do nothing, so `if attention_mask.all():` would read garbage and the model would take another attention kernel than on a
 real card. This torch function mode keeps a CPU twin of every small integer or boolean CUDA tensor whose content follows from the host,
 and runs each operation on the twins as well. It works at the Python API, above the dispatcher, allocates nothing on the device and
-does not change what runs there. Scalars whose value is not known (the loss, a gradient norm) read as zero.
+does not change what runs there. Scalars whose value is not known (the loss, a gradient norm) read as zero. What a model chooses among
+such numbers outside of training (the next token of a text) is the middle one: no special token, so a text is written to its full length.
+They are finite, too: a mask of those that are keeps them all.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ _PASSED_THROUGH = {
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "equal"}
 _RANDOM = {"randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "multinomial", "random_"}
 _BY_SHAPE_ALONE = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
+_CHOICES = {"argmax", "multinomial"}
+_FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
 _READ_INSIDE = {"ctc_loss": {2: "input_lengths", 3: "target_lengths"}}  # arguments the C++ side copies to the host by itself
 _twins = WeakTensorKeyDictionary()
 
@@ -99,6 +103,16 @@ def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return _remember(out, _twins[values].expand(shape)[where]) if values in _twins else out
 
 
+def _meant(name: str, out: Any, args: Any, kwargs: Any) -> int | bool | None:
+    """What a function of unknown numbers is taken to answer: they are finite, and of several the middle one is chosen."""
+    if name in _FINITE and _may_have_twin(out):
+        return _FINITE[name]
+    if name not in _CHOICES or torch.is_grad_enabled() or not _may_have_twin(out):
+        return None
+    values, dim = args[0], -1 if name == "multinomial" else kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return int(values.numel() if dim is None else values.shape[dim]) // 2
+
+
 def _with_true_lengths(read: dict[int, str], args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments a function reads on the host without our seeing it, as host tensors where their values are known."""
 
@@ -144,6 +158,9 @@ class _Values(TorchFunctionMode):  # type: ignore[misc]
         out = func(*args, **kwargs)
         if any_cuda and not known and name in _BY_SHAPE_ALONE and args and _may_have_twin(out):
             args, known = (torch.empty_like(args[0], device="cpu"), *args[1:]), True
+        if any_cuda and not known and (meant := _meant(name, out, args, kwargs)) is not None:
+            _twins[out] = torch.full(out.shape, meant)
+            return out
         if not known or name in _RANDOM:
             if any_cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
                 _twins.pop(args[0], None)  # overwritten with something unknown
