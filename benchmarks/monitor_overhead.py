@@ -1,10 +1,11 @@
 """What watching costs: Trainer steps of about 20 ms with and without HFGpuMonitor, interleaved, beside nvitop and W&B.
 
-Whole runs: each round runs every variant once, in a new order; a variant's cost is its time per step over that of the plain run of the same
-round, as trimmed mean and standard error over the rounds. In and out: in one run the monitor (callbacks, hook, sampling thread) is taken out
-and put back every ten steps, and each turn is compared with its neighbour, which leaves the machine's drift out. Both by wall clock and by CPU
-time of this process. The monitor's own seconds are counted as well: CPU time inside its callbacks, its hook and its sampling thread, over
-the steps' time. Then a week of samples and windows is simulated, and the memory that the monitor holds is compared with that after an hour.
+Whole runs: each round runs every variant once, in a new order; a variant's cost is its time per step over that of the plain run of the
+same round, as trimmed mean and standard error over the rounds. In and out: in one run the monitor (callbacks, hook, sampling thread) is
+taken out and put back every ten steps, and each turn is compared with its neighbour, which leaves the machine's drift out. Both by wall
+clock and by CPU time of this process. The monitor's own seconds are counted as well: CPU time inside its callbacks, its hook and its
+sampling thread, over the steps' time. Then a week of samples and windows is simulated, and the memory that the monitor holds is compared
+with that after an hour.
 
 With --log every round and turn is kept in a file, and what is printed rests on all that the file holds: short pieces add up.
 
@@ -49,7 +50,7 @@ from hfopt.schema import GpuReading, Phases, RunFacts, Window
 
 TARGET_STEP_S = 0.020
 LIMIT = 0.01
-TURN_STEPS = 10
+TURN_STEPS, TURNS_OF_A_RUN = 10, 100
 
 
 class Sentences(torch.utils.data.Dataset):  # type: ignore[type-arg]
@@ -248,8 +249,8 @@ def measured(rounds: int, turns: int, steps: int, file: Path | None) -> dict[str
         with tempfile.TemporaryDirectory() as folder:
             trained = model(layers_for_target(Path(folder)))
             run(Path(folder), trained, 20, [HFGpuMonitor()])
-            if turns:
-                keep(in_and_out(turns, trained, Path(folder)))
+            for done in range(0, turns, TURNS_OF_A_RUN):
+                keep(in_and_out(min(TURNS_OF_A_RUN, turns - done), trained, Path(folder)))
             for row in whole_runs(rounds, steps, trained, Path(folder)):
                 keep(row)
     return summed(rows)

@@ -16,6 +16,7 @@ from hfopt.runtime.watch import card_causes, remedies
 from hfopt.runtime.watch.evidence import (
     DEFAULT,
     Thresholds,
+    arithmetic_share,
     busiest,
     compute_mfu,
     confidence,
@@ -130,13 +131,16 @@ def _launch_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding 
     little_work = bool(known) and all(known) and (bandwidth is None or bandwidth < limits.idle_bandwidth)
     gaps = gpu is None or (sm is not None and sm < limits.busy_sm) or len(known) == 2
     waiting = data_share(window) >= (limits.mostly_waiting if mfu is not None else limits.data_wait)  # only MFU can be freed of the waits
-    if not little_work or not gaps or waiting or not one_busy_core(window, limits):
+    arithmetic = arithmetic_share(window, run, limits)
+    large = arithmetic is not None and arithmetic >= limits.mostly_arithmetic
+    if not little_work or not gaps or waiting or large or not one_busy_core(window, limits):
         return None
     evidence = {
         "mfu": mfu,
         "power_share": power,
         "sm_util": sm,
         "main_thread_util": window.main_thread_util,
+        "arithmetic_share": arithmetic,
         "data_wait_share": data_share(window),
     }
     message = (

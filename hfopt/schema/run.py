@@ -121,6 +121,7 @@ class Window:
     cpu_util: Spread | None = None
     main_thread_util: float | None = None
     process_cores: float | None = None  # cores kept busy by all threads of this process
+    preempted: float | None = None  # of the times the training thread left its core, the share in which it was put off it
     worker_util: float | None = None
     worker_count: int | None = None
     ram_used_bytes: int | None = None
@@ -162,6 +163,7 @@ class RunFacts:
     planned_gain: float | None = None
     lags: tuple[RankLag, ...] = ()
     context_bytes: int | None = None  # of the CUDA context, when known
+    layers: int | None = None  # modules without modules of their own: each is a handful of operations
 
 
 Cause = Literal[

@@ -121,6 +121,21 @@ def test_the_cpu_is_judged_by_flops_per_busy_second() -> None:
     assert causes(cpu(mfu=0.5, main_thread_util=0.99, process_cores=7.5), run) == {"compute_bound"}
 
 
+def test_small_operations_are_told_on_a_machine_that_leaves_the_run_little_time() -> None:
+    run = replace(facts(), device="cpu", layers=40)
+    starved = {"main_thread_util": 0.1, "process_cores": 0.2}  # the other half is a helper thread that spins
+    assert causes(cpu(mfu=1e-5, **starved, preempted=0.98), run) == {"launch_bound"}
+    assert causes(cpu(mfu=1e-5, **starved, preempted=0.3), run) == set()  # it waits for something
+    assert causes(cpu(mfu=1e-5, **starved), run) == set()
+
+
+def test_large_operations_are_not_launch_bound_however_long_they_take() -> None:
+    """A hundred steps in a minute of which 1 % is arithmetic at the peak: 6 ms a step, beside 2 ms of launching 40 layers."""
+    slow = cpu(mfu=0.01, main_thread_util=0.9, process_cores=1.8, preempted=0.98)
+    assert causes(slow, replace(facts(), device="cpu", layers=20000)) == {"launch_bound"}
+    assert causes(slow, replace(facts(), device="cpu", layers=40)) == set()
+
+
 def changes(cause: str, **args: Any) -> dict[str, Any]:
     one, run = ILL[cause]
     (found,) = [finding for finding in diagnose(one, replace(run, args={**run.args, **args})) if finding.cause == cause]

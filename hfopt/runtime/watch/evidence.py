@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfopt.runtime.watch.remedies import NONE, Remedy
-from hfopt.schema import Cause, Finding, GpuWindow, Window
+from hfopt.schema import Cause, Finding, GpuWindow, RunFacts, Window
 from hfopt.units import MIB
 
 
@@ -31,6 +31,9 @@ class Thresholds:
     idle_bandwidth: float = 0.35  # of the time the memory was read or written
     busy_bandwidth: float = 0.50
     one_busy_core: float = 0.80
+    preempted: float = 0.80  # of the times the training thread left its core
+    launch_s_per_layer: float = 50e-6  # some ten operations forward and backward of some 5 µs each
+    mostly_arithmetic: float = 0.50
     headroom: float = 0.60  # less than this of the card used
     near_limit: float = 0.95
     near_limit_allocated: float = 0.88
@@ -88,14 +91,24 @@ def compute_mfu(window: Window) -> float | None:
 
 
 def one_busy_core(window: Window, limits: Thresholds) -> bool:
-    """The launching thread works all the time, or, on a machine it must share, does nearly all of the work that is done."""
+    """The launching thread works all the time, or, on a machine it must share, whenever it is let."""
     main = window.main_thread_util
-    if main is None:
+    if main is None or main >= limits.one_busy_core:
         return True
-    if main >= limits.one_busy_core:
+    if window.preempted is not None and window.preempted >= limits.preempted:
         return True
     total = window.process_cores
     return total is not None and main >= 0.1 and main >= limits.one_busy_core * total
+
+
+def arithmetic_share(window: Window, run: RunFacts, limits: Thresholds) -> float | None:
+    """Of a pass over one micro-batch on a CPU nobody else uses: its FLOPs at the peak, beside launching its operations. No clock is in it,
+    so it holds however busy the machine is. None where it is not known."""
+    if window.gpus or window.mfu is None or not run.layers or not window.steps:
+        return None
+    accumulation = run.args.get("gradient_accumulation_steps") or 1
+    arithmetic_s = window.mfu * window.phases.train_s / (window.steps * accumulation)
+    return arithmetic_s / (arithmetic_s + run.layers * limits.launch_s_per_layer)
 
 
 def memory_shares(window: Window) -> tuple[float, float | None] | None:

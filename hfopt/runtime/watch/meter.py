@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from hfopt.runtime.sampler import Sampler
@@ -33,15 +34,22 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class _CpuTimes:
-    """CPU seconds of the calling (training) thread and of its process so far."""
+    """CPU seconds of the calling (training) thread and of its process so far, and how often the thread left its core."""
 
     thread_s: float
     process_s: float
     wall_s: float
+    given_up: int = 0  # by waiting for something
+    put_off: int = 0  # because others want it
 
     @classmethod
     def now(cls) -> _CpuTimes:
-        return cls(time.thread_time(), time.process_time(), time.monotonic())
+        left = _switches()
+        return cls(time.thread_time(), time.process_time(), time.monotonic(), *left)
+
+    def preempted_since(self, before: _CpuTimes) -> float | None:
+        given_up, put_off = self.given_up - before.given_up, self.put_off - before.put_off
+        return put_off / (given_up + put_off) if given_up + put_off else None
 
 
 class Meter:
@@ -95,6 +103,7 @@ class Meter:
             gpus=gpu_windows(samples, used_j),
             main_thread_util=min(1.0, (cpu_s.thread_s - self._cpu_s.thread_s) / passed_s),
             process_cores=(cpu_s.process_s - self._cpu_s.process_s) / passed_s,
+            preempted=cpu_s.preempted_since(self._cpu_s),
             **_host_figures(samples),
             allocated_peak_bytes=memory.allocated_peak_bytes,
             reserved_peak_bytes=memory.reserved_peak_bytes,
@@ -127,8 +136,23 @@ class Meter:
         return None
 
 
+def _switches() -> tuple[int, int]:
+    """Context switches of the calling thread, voluntary and not; (0, 0) where the system does not count them by thread."""
+    try:
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_THREAD)
+    except (ImportError, AttributeError):
+        return 0, 0
+    return used.ru_nvcsw, used.ru_nivcsw
+
+
 def cpu_peak_flops(dtype: Any = torch.float32) -> float:
-    """Of this CPU with torch's threads as they are set: the best of five products of 256 × 256 matrices, a few milliseconds in all."""
+    """Of this CPU with torch's threads as they are set: the best of five products of 256 × 256 matrices, a few milliseconds in all.
+
+    Where others use the machine the threads of a product wait for each other, up to hundreds of times as long; but it is never less than
+    what one core does by its clock.
+    """
     left, right = torch.ones(_PROBE, _PROBE, dtype=dtype), torch.ones(_PROBE, _PROBE, dtype=dtype)
     best_s = float("inf")
     with torch.no_grad():
@@ -136,7 +160,15 @@ def cpu_peak_flops(dtype: Any = torch.float32) -> float:
             began_s = time.perf_counter()
             torch.mm(left, right)
             best_s = min(best_s, time.perf_counter() - began_s)
-    return 2.0 * _PROBE**3 / best_s
+    return max(2.0 * _PROBE**3 / best_s, _one_core_flops() if dtype == torch.float32 else 0.0)
+
+
+def _one_core_flops() -> float:
+    """Float32, by clock and vector units; 0 where they are not known. Two units of eight multiply-adds a cycle with AVX2 (Intel from
+    Haswell, AMD from Zen 2 on); some of those with AVX-512 do twice as much."""
+    frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+    known = frequency is not None and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return 32 * 1e6 * frequency.current if known else 0.0
 
 
 def _host_figures(samples: Sequence[Sample]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class Session:
             self._inputs.attach(training.model)
         scale = scale_of(args, self._place, flops_per_token=training.flops_per_token, flops_per_sample=options.flops_per_sample)
         self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
-        self._judge = Judge(facts_of(args, state, self._place, options.plan), self.journal, self.say, options.warn_below)
+        facts = facts_of(args, state, self._place, options.plan, training.model)
+        self._judge = Judge(facts, self.journal, self.say, options.warn_below)
         self.event: Callable[[Event], None] = self._first_step  # the callbacks of every step; replaced by the least that does
         self._sampler.start()
         atexit.register(self._interrupted)

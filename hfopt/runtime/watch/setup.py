@@ -65,7 +65,7 @@ def _precision(args: Any) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
 
 
-def facts_of(args: Any, state: Any, place: Place, plan: Any) -> RunFacts:
+def facts_of(args: Any, state: Any, place: Place, plan: Any, model: Any = None) -> RunFacts:
     changes, gain = planned(plan)
     return RunFacts(
         device=args.device.type,
@@ -75,6 +75,7 @@ def facts_of(args: Any, state: Any, place: Place, plan: Any) -> RunFacts:
         pcie_bytes_per_s=place.gpus[0].pcie_bytes_per_s if place.gpus else None,
         planned=changes,
         planned_gain=gain,
+        layers=sum(1 for part in model.modules() if next(part.children(), None) is None) if model is not None else None,
     )
 
 

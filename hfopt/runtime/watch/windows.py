@@ -94,6 +94,7 @@ def merge(windows: Sequence[Window]) -> Window:
         cpu_util=_spreads([(window.cpu_util, window.seconds) for window in windows]),
         main_thread_util=weighted(lambda window: window.main_thread_util),
         process_cores=weighted(lambda window: window.process_cores),
+        preempted=weighted(lambda window: window.preempted),
         worker_util=weighted(lambda window: window.worker_util),
         worker_count=most(window.worker_count for window in windows),
         ram_used_bytes=most(window.ram_used_bytes for window in windows),

@@ -106,6 +106,7 @@ def test_what_is_not_text_is_counted_in_the_first_forward_and_never_again() -> N
         model(labels=torch.zeros(rows), x=torch.zeros(rows, 6))
         assert watch.flops_per_sample == 3 * 2 * (6 * 10 + 10 * 2)
     assert watch.take()[:2] == (12, None)
+    assert not model._forward_hooks and len(model._forward_pre_hooks) == 1  # what is done is not paid for in every step
     model.first.weight.requires_grad_(False)
     half, frozen = InputWatch(Faults(print), counts_flops=True), 60 / 80
     watch.detach()

@@ -64,3 +64,12 @@ def test_waiting_for_other_ranks_is_not_waiting_for_data(play: Play) -> None:
     clock = play(*FIRST)
     play(("fetched", 0.5), ("step_begin", 7.0), clock=clock)
     assert (clock.tally.phases().data_wait_s, clock.tally.phases().other_s) == (0.5, 7.0)
+
+
+def test_what_nobody_asks_for_is_added_up_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_MOST_NOTES", 8)
+    clock = play(*FIRST)
+    for _ in range(50):
+        play(("step_begin", 1.0), ("pre_optimizer", 2.0), ("step_end", 0.5), clock=clock)
+        assert len(clock._notes) < 8
+    assert (clock.tally.steps, clock.tally.phases().data_wait_s, clock.tally.total_s) == (50, 50.0, 175.0)

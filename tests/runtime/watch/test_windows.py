@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from watched import card, spread, window
 
-from hfopt.runtime.watch.windows import merge
+from hfopt.runtime.watch.windows import Total, merge
 from hfopt.schema import Phases, Spread
 
 
@@ -44,3 +44,13 @@ def test_joining_one_by_one_is_joining_all(seconds: list[float]) -> None:
     assert one_by_one.seconds == pytest.approx(whole.seconds)
     assert one_by_one.mfu == pytest.approx(whole.mfu)
     assert one_by_one.steps == whole.steps
+
+
+def test_a_total_holds_few_windows_and_loses_none() -> None:
+    total = Total()
+    assert total.window() is None
+    for number in range(1000):
+        total.add(window(gpu=card(used_bytes=number)))
+        assert len(total._windows) < 64
+    whole = total.window()
+    assert whole is not None and whole.steps == 100_000 and whole.gpus[0].used_bytes == 999
