@@ -40,7 +40,7 @@ def batch_of(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def without_agreement() -> None:
-    """Virtual cards send no values to each other, so ZeRO-3's question whether all ranks saw rank 0's order of modules cannot be answered."""
+    """Virtual cards send each other no values, so ranks cannot compare the order of modules ZeRO-3 saw with rank 0's."""
     from deepspeed.runtime.zero import partitioned_param_coordinator
 
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None

@@ -18,7 +18,8 @@ import torch
 
 from hfopt.estimate.optimizers import make_optimizer, parameter_groups
 from hfopt.estimate.ranks.fsdp import local
-from hfopt.estimate.ranks.zero import Zero2Loop, Zero3Loop
+from hfopt.estimate.ranks.zero2 import Zero2Loop
+from hfopt.estimate.ranks.zero3 import Zero3Loop
 from hfopt.estimate.trainer_step import TrainerLoop
 from hfopt.units import MIB
 

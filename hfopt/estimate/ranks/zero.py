@@ -5,27 +5,20 @@ autocast; each rank keeps 1/N of the trained weights in float32, with the optimi
 `reduce_bucket_size` elements as soon as it is whole (one larger than the bucket waits for the next reduction) and only this rank's part
 stays; the update runs group by group on flat tensors, with this group's gradients in float32.
 
-Stage 2: weights whole, in one flat tensor per parameter group (that they are there twice while they are flattened is left out: DeepSpeed
-does it on the host where the card is too small); buckets live during the backward, two of them with `overlap_comm`.
-Stage 3: see `zero_gather`; the bucket and this rank's gradients live as long as the model.
-Offloaded states are updated on the host and not counted; stage 2 then keeps one buffer of the largest weight on the card.
+Offloaded states are updated on the host and not counted; each gradient is copied there as soon as it is reduced.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hfopt.estimate.optimizers import make_optimizer, parameter_groups
-from hfopt.estimate.ranks.zero_gather import Gathering
-from hfopt.estimate.ranks.zero_layout import Layout
 from hfopt.estimate.trainer_step import TrainerLoop
 from hfopt.schema import Precision
 
-SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size
 REDUCTION_STREAM = 1  # with overlap_comm, what is made while reducing belongs to a stream of its own
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -161,134 +154,3 @@ class ZeroLoop(TrainerLoop):
 
     def release_gradients(self, elements: int | None) -> None:
         """Of a group that has its float32 copy now; None: of all."""
-
-
-class Zero2Loop(ZeroLoop):
-    def begin(self) -> None:
-        for parameter in self.model.parameters():
-            if not parameter.requires_grad:
-                self.hold(parameter.numel(), parameter.dtype, "weights", "to_device")
-        for elements, dtype in self.shares():
-            self.hold(elements * self.world, dtype, "weights", "flatten")
-        self._layout = Layout([[p.numel() for p in group["params"]] for group in parameter_groups(self.model)], self.world)
-        self._places = {id(p): (g, i) for g, group in enumerate(parameter_groups(self.model)) for i, p in enumerate(group["params"])}
-        self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
-        self._bucket: list[tuple[int, int]] = []
-        self._buckets: list[int] = []
-        self._own: int | None = None  # this rank's gradients, in the dtype they came in
-        self._accumulated: int | None = None
-
-    def make_optimizer(self) -> Any:
-        """Then the gradients of all groups are made once and dropped (initialize_optimizer_states): their segments stay cached."""
-        made = super().make_optimizer()
-        if self.sharding.offload_optimizer:
-            self.hold(max(parameter.numel() for parameter in self.trained), self.dtype, "gradients", "offload_buffer")
-        else:
-            for block in [self.hold(elements, torch.float32, "gradients", "first_gradients") for elements, _ in self.shares()]:
-                self.session.recorder.release(block)
-        return made
-
-    def before_first_gradient(self) -> None:
-        if not self._buckets and self.sizes.contiguous_gradients:
-            for _ in range(2 if self.sizes.overlap_comm else 1):
-                self._buckets.append(self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket"))
-
-    def _reduced(self, parameter: torch.Tensor) -> None:
-        super()._reduced(parameter)
-        self._bucket.append(self._places[id(parameter)])
-
-    def on_reduction(self, elements: int) -> None:
-        """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept."""
-        if self._layout.pieces(self._bucket) > 1:
-            self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "flatten", stream=self._stream))
-        if self.sharding.offload_optimizer and self._is_last:
-            for piece in self._layout.largest_pieces(self._bucket):
-                self.norm_of(piece, stream=self._stream)
-                self.session.recorder.release(self.hold(piece, torch.float32, "gradients", "to_host", stream=self._stream))
-        self._bucket = []
-        if self._own is None and not self.sharding.offload_optimizer:
-            self._own = self.hold(self._layout.largest_kept, self.dtype, "gradients", "own_gradients", stream=self._stream)
-
-    @property
-    def largest_piece(self) -> int:
-        return max(self._layout.largest_pieces(list(self._places.values())))
-
-    @contextlib.contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        self._is_last = is_last
-        yield
-        self._reduce()
-        for block in self._buckets:
-            self.session.recorder.release(block)
-        self._buckets = []
-        if self._accumulated is not None and self._own is not None:  # added to the first micro-batch's
-            self.session.recorder.release(self._own)
-            self._own = None
-        elif not is_last:
-            self._accumulated, self._own = self._own, None
-
-    def release_gradients(self, elements: int | None) -> None:
-        if elements is None:  # all groups share one buffer
-            for block in (self._accumulated, self._own):
-                if block is not None:
-                    self.session.recorder.release(block)
-            self._accumulated = self._own = None
-
-
-class Zero3Loop(ZeroLoop):
-    largest_group = SUB_GROUP_ELEMENTS
-
-    def begin(self) -> None:
-        self._gathering = Gathering(self.model, self.session.recorder, self.sharding)
-        self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
-        self._bucket: list[int] = []
-
-    def make_optimizer(self) -> Any:
-        """Each float32 shard is cast, then copied; the largest group's gradients are made once and dropped; their segments stay cached."""
-        cast = [self.hold(elements, torch.float32, "weights", "cast") for elements, _ in self.shares(largest=self.largest_group)]
-        made = super().make_optimizer()
-        for block in cast:
-            self.session.recorder.release(block)
-        if self.sizes.contiguous_gradients:
-            self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket")
-        if not self.sharding.offload_optimizer:
-            self.hold(sum(elements for elements, _ in self.shares()), self.dtype, "gradients", "own_gradients")
-        return made
-
-    def run(self, steps: int) -> Any:
-        try:
-            return super().run(steps)
-        finally:
-            self._gathering.remove()
-
-    @contextlib.contextmanager
-    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        self._is_last = is_last
-        self._gathering.restart()
-        yield
-        self._reduce()
-        self._gathering.release_all()
-
-    def _reduced(self, parameter: torch.Tensor) -> None:
-        super()._reduced(parameter)
-        self._bucket.append(parameter.numel())
-
-    def on_reduction(self, elements: int) -> None:
-        """Several gradients are laid out by rank in a flat tensor of their own before they are scattered."""
-        alone = len(self._bucket) == 1 and elements % self.world == 0
-        flat = None if alone else self.hold(elements, self.dtype, "gradients", "reduce_scatter", stream=self._stream)
-        if self.sharding.offload_optimizer:
-            for size in self._bucket:
-                piece = -(-size // self.world)
-                block = self.hold(piece, self.dtype, "gradients", "from_host", stream=self._stream)
-                if self._is_last:
-                    self.norm_of(piece, stream=self._stream)
-                    self.session.recorder.release(self.hold(piece, torch.float32, "gradients", "to_host", stream=self._stream))
-                self.session.recorder.release(block)
-        if flat is not None:
-            self.session.recorder.release(flat)
-        self._bucket = []
-
-    @property
-    def largest_piece(self) -> int:
-        return max(-(-parameter.numel() // self.world) for parameter in self.trained)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -144,6 +145,38 @@ def test_zero_3_keeps_a_share_of_everything() -> None:
 def test_zero_offload_leaves_the_states_on_the_host() -> None:
     shard = traced(Sharding(engine="zero2", world_size=WORLD, offload_optimizer=True, zero=ZERO))
     assert held(shard, "optimizer", after="step_1") < 1000
+
+
+def own_streams(made: Estimate, what: str) -> set[int]:
+    timeline = made.curve.timeline
+    named = [timeline.places[place].op == what for place in timeline.place_of.tolist()]
+    taken = [
+        block for block, found, freed in zip(timeline.blocks.tolist(), named, timeline.is_free.tolist(), strict=True) if found and not freed
+    ]
+    return {timeline.streams.get(block, 0) for block in taken}
+
+
+def test_what_zero_2_makes_while_reducing_belongs_to_the_reducing_stream() -> None:
+    overlapped = traced(Sharding(engine="zero2", world_size=WORLD, zero=replace(ZERO, overlap_comm=True)))
+    assert own_streams(overlapped, "own_gradients") == {1} and own_streams(overlapped, "reduce_bucket") == {0}
+    plain = traced(Sharding(engine="zero2", world_size=WORLD, zero=replace(ZERO, overlap_comm=False)))
+    assert own_streams(plain, "own_gradients") == {0}
+
+
+def test_zero_2_adds_up_micro_batches_in_the_first_ones_buffer() -> None:
+    sharding = Sharding(engine="zero2", world_size=WORLD, zero=ZERO)
+    once, twice = traced(sharding), traced(sharding, accumulation=2)
+    added = held(twice, "gradients", after="step_1_micro_1") - held(once, "gradients", after="step_1_micro_0")
+    share = 2 * llama().parameters / WORLD
+    assert share <= added < 1.5 * share  # borders of the shares lie inside weights
+
+
+def test_zero_3_gathers_on_a_stream_of_its_own_and_learns_the_order_in_the_first_micro_batch() -> None:
+    made = traced(Sharding(engine="zero3", world_size=WORLD, zero=replace(ZERO, overlap_comm=True)))
+    assert 2 in own_streams(made, "all_gather")
+    timeline = made.curve.timeline
+    largest = max(timeline.sizes(2)[timeline.marks["step_1"] :])
+    assert largest >= 2 * HIDDEN * VOCABULARY
 
 
 def test_a_process_group_that_is_up_is_put_back() -> None:

@@ -1,0 +1,89 @@
+"""ZeRO-2: weights whole, in one flat tensor per parameter group; buckets live during the backward, two of them with `overlap_comm`.
+
+That the weights are there twice while they are flattened is left out: DeepSpeed does it on the host where the card is too small, and
+empties the cache. With offloading one buffer of the largest weight stays on the card. The rank is the fullest: shares end inside weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hfopt.estimate.optimizers import parameter_groups
+from hfopt.estimate.ranks.zero import REDUCTION_STREAM, ZeroLoop
+from hfopt.estimate.ranks.zero_layout import Layout
+
+
+class Zero2Loop(ZeroLoop):
+    def begin(self) -> None:
+        for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                self.hold(parameter.numel(), parameter.dtype, "weights", "to_device")
+        for elements, dtype in self.shares():
+            self.hold(elements * self.world, dtype, "weights", "flatten")
+        self._layout = Layout([[p.numel() for p in group["params"]] for group in parameter_groups(self.model)], self.world)
+        self._places = {id(p): (g, i) for g, group in enumerate(parameter_groups(self.model)) for i, p in enumerate(group["params"])}
+        self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
+        self._bucket: list[tuple[int, int]] = []
+        self._buckets: list[int] = []
+        self._own: int | None = None  # this rank's gradients, in the dtype they came in
+        self._accumulated: int | None = None
+
+    def make_optimizer(self) -> Any:
+        """Then the gradients of all groups are made once and dropped (initialize_optimizer_states): their segments stay cached."""
+        made = super().make_optimizer()
+        if self.sharding.offload_optimizer:
+            self.hold(max(parameter.numel() for parameter in self.trained), self.dtype, "gradients", "offload_buffer")
+        else:
+            for block in [self.hold(elements, torch.float32, "gradients", "first_gradients") for elements, _ in self.shares()]:
+                self.session.recorder.release(block)
+        return made
+
+    def before_first_gradient(self) -> None:
+        if not self._buckets and self.sizes.contiguous_gradients:
+            for _ in range(2 if self.sizes.overlap_comm else 1):
+                self._buckets.append(self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket"))
+
+    def _reduced(self, parameter: torch.Tensor) -> None:
+        super()._reduced(parameter)
+        self._bucket.append(self._places[id(parameter)])
+
+    def on_reduction(self, elements: int) -> None:
+        """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept."""
+        if self._layout.pieces(self._bucket) > 1:
+            self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "flatten", stream=self._stream))
+        if self.sharding.offload_optimizer and self._is_last:
+            for piece in self._layout.largest_pieces(self._bucket):
+                self.norm_of(piece, stream=self._stream)
+                self.session.recorder.release(self.hold(piece, torch.float32, "gradients", "to_host", stream=self._stream))
+        self._bucket = []
+        if self._own is None and not self.sharding.offload_optimizer:
+            self._own = self.hold(self._layout.largest_kept, self.dtype, "gradients", "own_gradients", stream=self._stream)
+
+    @property
+    def largest_piece(self) -> int:
+        return max(self._layout.largest_pieces(list(self._places.values())))
+
+    @contextlib.contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        self._is_last = is_last
+        yield
+        self._reduce()
+        for block in self._buckets:
+            self.session.recorder.release(block)
+        self._buckets = []
+        if self._accumulated is not None and self._own is not None:  # added to the first micro-batch's
+            self.session.recorder.release(self._own)
+            self._own = None
+        elif not is_last:
+            self._accumulated, self._own = self._own, None
+
+    def release_gradients(self, elements: int | None) -> None:
+        if elements is None:  # all groups share one buffer
+            for block in (self._accumulated, self._own):
+                if block is not None:
+                    self.session.recorder.release(block)
+            self._accumulated = self._own = None
