@@ -55,7 +55,7 @@ def check(
         _tell(loaded, edited)
     if edited is None:
         raise typer.Exit(1 if _findings(loaded) else 0)
-    write_out(edited.data, output)
+    write_out(edited.data, output, like=Path(config))
     raise typer.Exit(1 if _findings_left(edited, section, world_size) else 0)
 
 

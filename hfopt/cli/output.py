@@ -47,8 +47,11 @@ def print_error(error: HfoptError) -> None:
         sys.stderr.write(f"  {error.hint}\n")
 
 
-def write_out(data: bytes, target: Path | None) -> None:
-    """To stdout, or atomically to a file: a temporary file beside it and a rename, so there is never half a file."""
+def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> None:
+    """To stdout, or atomically to a file: a temporary file beside it and a rename, so there is never half a file.
+
+    like: what the data was made from; a new file is not open to more people than that one.
+    """
     if target is None:
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
@@ -56,7 +59,7 @@ def write_out(data: bytes, target: Path | None) -> None:
     import tempfile
 
     try:
-        mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+        mode = _mode(target) if target.exists() else 0o666 & ~_umask() & (_mode(like) if like is not None and like.exists() else 0o666)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -68,6 +71,10 @@ def write_out(data: bytes, target: Path | None) -> None:
             raise
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
+
+
+def _mode(file: Path) -> int:
+    return file.stat().st_mode & 0o777
 
 
 def _umask() -> int:

@@ -97,7 +97,7 @@ def plan(
     made = _with_deepspeed_beside(made, None if as_diff else output)
     edited = made.edited()
     _tell(made, edited.stale_comments, quiet=quiet)
-    write_out(_diff(made, config, edited.data) if as_diff else edited.data, output)
+    write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
     if json_file is not None:
         text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
         write_out(text.encode(), None if json_file == STDOUT else json_file)

@@ -117,6 +117,6 @@ def _write_beside(source: Path, changes: Mapping[str, Any], why: str) -> None:
         loaded = load(source)
         before = loaded.job.args if loaded.job is not None else {}
         edited = edit(loaded, [Change(key=key, before=before.get(key), after=value, reason=why) for key, value in changes.items()])
-        write_out(edited.data, source.with_name(f"{source.stem}_replanned{source.suffix}"))
+        write_out(edited.data, source.with_name(f"{source.stem}_replanned{source.suffix}"), like=source)
     except ConfigError as error:
         people().print(f"hfopt: {error}", markup=False)

@@ -205,3 +205,13 @@ def test_what_is_cached_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytes
     assert [path.name for path in place.parent.iterdir()] == ["one.json"]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert cache.location("x").is_absolute()
+
+
+def test_what_is_made_from_a_private_config_is_private(config: Path) -> None:
+    config.chmod(0o600)
+    target = config.with_name("upgraded.yaml")
+    assert hfopt("check", config, "--upgrade", "-o", target).returncode in (0, 1)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    target.chmod(0o640)  # once it is there it keeps its own rights
+    assert hfopt("check", config, "--upgrade", "-o", target).returncode in (0, 1)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640

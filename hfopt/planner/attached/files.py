@@ -58,8 +58,14 @@ def effective_config(args: Any) -> dict[str, Any]:
         value = _plain(getattr(args, item.name, None))
         default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
         if item.init and value is not None and value != _plain(default) and _writable(value) and not is_secret(item.name, value):
-            stated[item.name] = value
+            stated[item.name] = _without_credentials(value)
     return stated
+
+
+def _without_credentials(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_credentials(entry) for key, entry in value.items() if not is_secret(str(key), entry)}
+    return [_without_credentials(entry) for entry in value if not is_secret("", entry)] if isinstance(value, list) else value
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfopt.credentials import said
 from hfopt.errors import HfoptError
 from hfopt.planner.attached import files, trial_steps
 from hfopt.planner.attached.settings import apply_changes
@@ -93,10 +94,11 @@ def _decision(trainer: Any, options: RunOptions) -> Decision:
         plan = _planned(trainer, options)
     except HfoptError as error:
         hint = f" ({' '.join(error.hint.split())})" if error.hint else ""
-        return Decision(failed=True, lines=(f"hfopt: not planned: {' '.join(str(error).split())}{hint}; the script's own settings stay",))
+        return Decision(failed=True, lines=(f"hfopt: not planned: {_brief(error)}{hint}; the script's own settings stay",))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, and the training must go on in any case
-        why = " ".join(str(error).split())
-        return Decision(failed=True, lines=(f"hfopt: not planned ({type(error).__name__}: {why}); the script's own settings stay",))
+        return Decision(
+            failed=True, lines=(f"hfopt: not planned ({type(error).__name__}: {_brief(error)}); the script's own settings stay",)
+        )
     decision = Decision(changes=plan.facts.changes, divides_loss=_divides(plan), plan=plan)
     try:
         files.write_plan(folder, plan, decision.divides_loss)
@@ -104,6 +106,10 @@ def _decision(trainer: Any, options: RunOptions) -> Decision:
     except OSError as error:
         where = f"; the plan could not be written: {error}"
     return Decision(changes=decision.changes, divides_loss=decision.divides_loss, plan=plan, lines=tuple(_words(plan, where)))
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(said(str(error)).split())
 
 
 def _planned(trainer: Any, options: RunOptions) -> Plan:

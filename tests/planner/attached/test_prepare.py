@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,21 @@ def test_each_trainer_is_planned_once(tmp_path: Path, attached: Any, capfd: pyte
         assert (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps) == (8, 1)
         config = yaml.safe_load((Path(trainer.args.output_dir) / "hfopt" / "config.yaml").read_text())
         assert effective_config(TrainingArguments(**config)) == config
+
+
+def test_no_credential_is_in_the_written_config_however_deep() -> None:
+    token = "hf_" + "Zq7" * 11
+
+    @dataclass
+    class Arguments:
+        run_name: str = ""
+        hub_token: str = ""
+        model_init_kwargs: Any = None
+        report_to: Any = None
+
+    given = {"token": "plain", "revision": "main", "more": [{"note": token, "kept": 1}, token]}
+    stated = effective_config(Arguments(run_name="a", hub_token="b", model_init_kwargs=given, report_to=[token, "wandb"]))
+    assert stated == {"run_name": "a", "model_init_kwargs": {"revision": "main", "more": [{"kept": 1}]}, "report_to": ["wandb"]}
 
 
 def test_keys_that_stay_and_trials_that_are_left_alone(tmp_path: Path, attached: Any, capfd: pytest.CaptureFixture[str]) -> None:
