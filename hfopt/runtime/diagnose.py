@@ -20,12 +20,12 @@ from hfopt.runtime.watch.evidence import (
     busiest,
     compute_mfu,
     confidence,
-    data_share,
     finding,
     one_busy_core,
     power_share,
     tells_enough,
 )
+from hfopt.runtime.watch.windows import data_share
 from hfopt.schema import Cause, Finding, RankLag, RunFacts, Window
 from hfopt.units import format_percent, format_seconds
 

@@ -122,6 +122,7 @@ class Window:
     main_thread_util: float | None = None
     process_cores: float | None = None  # cores kept busy by all threads of this process
     preempted: float | None = None  # of the times the training thread left its core, the share in which it was put off it
+    free_wait: float | None = None  # where others use the machine: the share of waiting for data without the queue for a core
     worker_util: float | None = None
     worker_count: int | None = None
     ram_used_bytes: int | None = None

@@ -129,6 +129,14 @@ def test_small_operations_are_told_on_a_machine_that_leaves_the_run_little_time(
     assert causes(cpu(mfu=1e-5, **starved), run) == set()
 
 
+def test_waiting_for_data_is_told_where_the_queue_for_a_core_hides_it() -> None:
+    run = replace(facts(), device="cpu")
+    hidden = cpu(times={"data_wait_s": 3.0}, preempted=0.95, free_wait=0.5)  # 5 % by the clock
+    assert "input_bound" in causes(hidden, run)
+    assert "input_bound" not in causes(replace(hidden, free_wait=None), run)
+    assert "input_bound" not in causes(cpu(times={"data_wait_s": 20.0}, free_wait=0.02), run)  # put off its core while it collated
+
+
 def test_large_operations_are_not_launch_bound_however_long_they_take() -> None:
     """A hundred steps in a minute of which 1 % is arithmetic at the peak: 6 ms a step, beside 2 ms of launching 40 layers."""
     slow = cpu(mfu=0.01, main_thread_util=0.9, process_cores=1.8, preempted=0.98)

@@ -68,10 +68,6 @@ def confidence(value: float, threshold: float, certain: float) -> float:
     return round(0.5 + 0.45 * min(1.0, max(0.0, way)), 2)
 
 
-def data_share(window: Window) -> float:
-    return window.phases.data_wait_s / window.phases.train_s if window.phases.train_s > 0 else 0.0
-
-
 def busiest(window: Window) -> GpuWindow | None:
     return max(window.gpus, key=lambda gpu: gpu.sm_util.mean if gpu.sm_util else -1.0, default=None)
 

@@ -16,6 +16,7 @@ from hfopt.runtime.watch.steps import StepClock
 from hfopt.runtime.watch.windows import gpu_windows, mean, most, spread
 from hfopt.schema import Sample, Window
 
+_CONTENDED = 0.8  # of the times the training thread leaves its core it is put off it: others use the machine
 _PROBE = 256  # rows and columns of the matrices that time the CPU: small enough for a few milliseconds, large enough to be compute-bound
 
 
@@ -85,6 +86,9 @@ class Meter:
         passed_s = max(cpu_s.wall_s - self._cpu_s.wall_s, 1e-9)
         seen = state.num_input_tokens_seen - (self._tokens_seen or 0)
         own_samples = self._own_samples(rows, tally.micro_batches)
+        preempted = cpu_s.preempted_since(self._cpu_s)
+        contended = not self._scale.devices and preempted is not None and preempted >= _CONTENDED
+        self._clock.counts_cpu = contended
         window = Window(
             first_step=self._step + 1,
             last_step=state.global_step,
@@ -103,7 +107,8 @@ class Meter:
             gpus=gpu_windows(samples, used_j),
             main_thread_util=min(1.0, (cpu_s.thread_s - self._cpu_s.thread_s) / passed_s),
             process_cores=(cpu_s.process_s - self._cpu_s.process_s) / passed_s,
-            preempted=cpu_s.preempted_since(self._cpu_s),
+            preempted=preempted,
+            free_wait=tally.free_wait() if contended else None,
             **_host_figures(samples),
             allocated_peak_bytes=memory.allocated_peak_bytes,
             reserved_peak_bytes=memory.reserved_peak_bytes,

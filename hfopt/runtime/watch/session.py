@@ -16,7 +16,6 @@ from typing import Any
 
 from hfopt.runtime.sampler import Sampler
 from hfopt.runtime.watch import header, ranks, reporters, status, summary
-from hfopt.runtime.watch.evidence import data_share
 from hfopt.runtime.watch.harmless import Faults, harmless
 from hfopt.runtime.watch.host import HostProbe
 from hfopt.runtime.watch.inputs import InputWatch
@@ -28,7 +27,7 @@ from hfopt.runtime.watch.options import Options
 from hfopt.runtime.watch.presence import Presence
 from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
 from hfopt.runtime.watch.steps import Event, StepClock
-from hfopt.runtime.watch.windows import Total, merge
+from hfopt.runtime.watch.windows import Total, data_share, merge
 from hfopt.schema import RankLag, Sample, Window
 
 _BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window

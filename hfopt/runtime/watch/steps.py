@@ -51,6 +51,7 @@ _PHASE: dict[Event, str] = {
     "save": "save_s",
     "end": "other_s",
 }
+_TRAINING = ("data_wait_s", "forward_backward_s", "optimizer_s", "other_s")
 _MOST_NOTES = 1024  # where nobody asks
 STAMPS = 64  # steps of which a rank remembers when it came where
 Mark = Literal["fetched", "begin", "forward_begin", "forward_end"]
@@ -69,6 +70,22 @@ class Tally:
     evals: int = 0
     saves: int = 0
     logs: int = 0
+    counted_s: float = 0.0  # training of which the CPU time is known as well,
+    counted_wait_s: float = 0.0  # the part of it that waited for data,
+    cpu_s: float = 0.0  # and their CPU times
+    wait_cpu_s: float = 0.0
+
+    def free_wait(self) -> float | None:
+        """The share of the wait for data as it would be if the thread never stood in the queue for a core; None where it was not counted.
+
+        It queues in proportion to the CPU time it wants, so of the wait w = c + q·c/C + b and of all t = C + q + b, with CPU times c and C
+        and the queue q, the time b for which it was truly blocked is (w - t·c/C) / (1 - c/C).
+        """
+        if self.cpu_s <= 0.0 or self.wait_cpu_s >= self.cpu_s:
+            return None
+        part = self.wait_cpu_s / self.cpu_s
+        blocked_s = max(0.0, (self.counted_wait_s - part * self.counted_s) / (1.0 - part))
+        return (blocked_s + self.wait_cpu_s) / (blocked_s + self.cpu_s)
 
     def phases(self) -> Phases:
         return Phases(**self.seconds)
@@ -88,13 +105,15 @@ class StepClock:
         self._last_s = self._began_s = time.monotonic()
         self._tally = Tally(began_s=self._last_s)
         self._fetched = False
-        self._notes: deque[tuple[Event, float]] = deque()
+        self.counts_cpu = True  # costs a call into the system for each event, so only where others use the machine
+        self._last_cpu_s: float | None = None
+        self._notes: deque[tuple[Event, float, float | None]] = deque()
         self._lock = threading.Lock()  # of those who ask; who notes needs none
         self._marks: dict[Mark, float] = {}
         self.stamps: deque[Stamp] = deque(maxlen=STAMPS)
 
     def event(self, event: Event) -> None:
-        self._notes.append((event, time.monotonic()))
+        self._notes.append((event, time.monotonic(), time.thread_time() if self.counts_cpu else None))
         if len(self._notes) >= _MOST_NOTES:
             self._add_up()
 
@@ -126,7 +145,7 @@ class StepClock:
             while self._notes:
                 self._happened(*self._notes.popleft())
 
-    def _happened(self, event: Event, now_s: float) -> None:
+    def _happened(self, event: Event, now_s: float, cpu_s: float | None) -> None:
         if self._warm:
             phase = _PHASE[event]
             if self._evaluating and event in ("log", "evaluate"):
@@ -135,6 +154,8 @@ class StepClock:
                 phase = "other_s"  # ranks count their tokens together, so the fast ones wait for the slow ones
             seconds = self._tally.seconds
             seconds[phase] = seconds.get(phase, 0.0) + now_s - self._last_s
+            if cpu_s is not None and self._last_cpu_s is not None and phase in _TRAINING:
+                self._count_cpu(now_s - self._last_s, cpu_s - self._last_cpu_s, waiting=phase == "data_wait_s")
             self._count(event)
         elif event == "step_end":
             self._warm = True
@@ -145,7 +166,15 @@ class StepClock:
         elif event in ("evaluate", "step_begin"):
             self._evaluating = False
         self._fetched = event == "fetched"
-        self._last_s = now_s
+        self._last_s, self._last_cpu_s = now_s, cpu_s
+
+    def _count_cpu(self, wall_s: float, cpu_s: float, *, waiting: bool) -> None:
+        tally = self._tally
+        tally.counted_s += wall_s
+        tally.cpu_s += cpu_s
+        if waiting:
+            tally.counted_wait_s += wall_s
+            tally.wait_cpu_s += cpu_s
 
     def _count(self, event: Event) -> None:
         tally = self._tally

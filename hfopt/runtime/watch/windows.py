@@ -26,6 +26,13 @@ def most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
+def data_share(window: Window) -> float:
+    """Of the training time, waiting for data; time spent in the queue for a core left out where it is known."""
+    if window.free_wait is not None:
+        return window.free_wait
+    return window.phases.data_wait_s / window.phases.train_s if window.phases.train_s > 0 else 0.0
+
+
 def gpu_windows(samples: Sequence[Sample], energy_j: Mapping[str, float]) -> tuple[GpuWindow, ...]:
     """One per card, in the order first seen."""
     by_card: dict[str, list[GpuReading]] = {}
@@ -95,6 +102,7 @@ def merge(windows: Sequence[Window]) -> Window:
         main_thread_util=weighted(lambda window: window.main_thread_util),
         process_cores=weighted(lambda window: window.process_cores),
         preempted=weighted(lambda window: window.preempted),
+        free_wait=weighted(data_share) if any(window.free_wait is not None for window in windows) else None,
         worker_util=weighted(lambda window: window.worker_util),
         worker_count=most(window.worker_count for window in windows),
         ram_used_bytes=most(window.ram_used_bytes for window in windows),

@@ -73,3 +73,31 @@ def test_what_nobody_asks_for_is_added_up_in_time(play: Play, monkeypatch: pytes
         play(("step_begin", 1.0), ("pre_optimizer", 2.0), ("step_end", 0.5), clock=clock)
         assert len(clock._notes) < 8
     assert (clock.tally.steps, clock.tally.phases().data_wait_s, clock.tally.total_s) == (50, 50.0, 175.0)
+
+
+@pytest.mark.parametrize("queue", [0.0, 1.0, 20.0])
+@pytest.mark.parametrize(("wait_cpu_s", "blocked_s", "expected"), [(0.01, 0.0, 0.1), (0.01, 0.05, 0.4), (0.0, 0.1, 0.5)])
+def test_the_queue_for_a_core_is_no_wait_for_data(
+    monkeypatch: pytest.MonkeyPatch, queue: float, wait_cpu_s: float, blocked_s: float, expected: float
+) -> None:
+    """A step of 0.1 s of CPU time, each second of which stands in the queue for as many more."""
+    now_s, cpu_s = [0.0], [0.0]
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(steps.time, "thread_time", lambda: cpu_s[0])
+    clock = StepClock()
+
+    def pass_(event: str, cpu: float, blocked: float = 0.0) -> None:
+        cpu_s[0] += cpu
+        now_s[0] += cpu * (1 + queue) + blocked
+        clock.event(event)  # type: ignore[arg-type]
+
+    for _ in range(11):
+        pass_("step_begin", wait_cpu_s, blocked_s)
+        pass_("pre_optimizer", 0.08 - wait_cpu_s)
+        pass_("step_end", 0.02)
+    assert clock.tally.free_wait() == pytest.approx(expected)
+    clock.take()
+    clock.counts_cpu = False
+    for event in ("step_begin", "pre_optimizer", "step_end"):
+        pass_(event, 0.1)
+    assert clock.tally.free_wait() is None
