@@ -21,7 +21,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         dataset=_dataset(facts),
         max_length=_length(facts, trainer),
         max_target_length=facts.whole("max_target_length", "max_output_length", "max_label_length", "generation_max_length"),
-        packing=facts.true("packing", "neat_packing", "sample_packing"),
+        packing=facts.true("packing", "neat_packing", "sample_packing") or (trainer == "SFT" and facts.true("padding_free")),
         image_size=facts.whole("image_size", "img_size", "resolution", "input_size") or _first_side(facts.get("image_size")),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),

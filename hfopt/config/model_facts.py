@@ -113,6 +113,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         quantization=_quantization(facts, factory),
         frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
         num_labels=facts.whole("num_labels", "num_classes", "n_classes", "n_labels") or labels,
+        reference=_reference(facts, trainer),
         trust_remote_code=facts.true("trust_remote_code"),
     )
 
@@ -152,6 +153,13 @@ def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
     if trainer in ("SFT", "DPO", "GRPO", "KTO"):
         return "causal_lm", None
     return None, None
+
+
+def _reference(facts: Facts, trainer: Trainer) -> bool | None:
+    """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone."""
+    if trainer in ("DPO", "KTO"):
+        return False if facts.true("precompute_ref_log_probs") else None
+    return (facts.number("beta") or 0.0) > 0 if trainer == "GRPO" else None
 
 
 def _task_of(text: str) -> Task | None:

@@ -93,6 +93,7 @@ class ModelSpec:
     quantization: Quantization | None = None
     frozen: tuple[str, ...] = ()  # prefixes of modules that do not train
     num_labels: int | None = None
+    reference: bool | None = None  # a frozen copy beside it, asked in every step; None: as its trainer usually does
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)  # config attributes set in the YAML
 

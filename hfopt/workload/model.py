@@ -40,7 +40,8 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     config, own_code = _config(source, model)
     head = remote_head(source, model.task) if own_code else choose_head(config.model_type, config.to_dict(), model.task, trainer)
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
-    recipe = Recipe(spec=model, source=source, config=config, head=head, reference=trainer in WITH_REFERENCE)
+    reference = trainer in WITH_REFERENCE if model.reference is None else model.reference
+    recipe = Recipe(spec=model, source=source, config=config, head=head, reference=reference)
     return _workload(recipe, data, trainer)
 
 
@@ -70,7 +71,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
         build_model=recipe,
         make_batch=make_batch,
         shape=sized.shape,
-        compute_loss=preference_loss(trainer) or loss_for(head.task),
+        compute_loss=preference_loss(trainer, asks_reference=recipe.reference) or loss_for(head.task),
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         layers=facts.layers,

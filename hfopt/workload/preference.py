@@ -1,8 +1,8 @@
 """Preference training as TRL does it: pairs in one batch, a reference model beside the policy, and losses that compare.
 
 A sample is a pair (DPO, Reward): n samples are 2n sequences, the chosen ones first. DPO and KTO also run the reference model without
-gradients: a frozen second copy of the weights, or with LoRA the same weights with the adapter switched off. What is left out, and said:
-GRPO's generation, KTO's extra pass for its KL term.
+gradients: a frozen second copy of the weights, or with LoRA the same weights with the adapter switched off; none where the answers were
+asked for before. What is left out, and said: GRPO's generation, KTO's extra pass for its KL term.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hfopt.errors import WorkloadError
 REFERENCE = "reference_model"  # the name under which a recipe attaches it
 PAIRED = frozenset({"DPO", "Reward"})
 WITH_REFERENCE = frozenset({"DPO", "KTO"})
+Loss = Callable[[Any, dict[str, Any]], torch.Tensor]
 _BETA = 0.1  # TRL's default; the memory does not depend on it
 
 NOTES = {
@@ -44,19 +46,26 @@ class Pairs:
         return batch if self.keep_labels else {name: tensor for name, tensor in batch.items() if name != "labels"}
 
 
-def preference_loss(trainer: str) -> Callable[[Any, dict[str, Any]], torch.Tensor] | None:
-    return {"DPO": _dpo, "KTO": _kto, "Reward": _reward}.get(trainer)
+def preference_loss(trainer: str, *, asks_reference: bool = True) -> Loss | None:
+    """Without asking: the reference's answers came with the samples (precompute_ref_log_probs), a number for each."""
+    asked = partial(_ratio, asks_reference=asks_reference)
+    losses: dict[str, Loss] = {"DPO": partial(_dpo, ratio=asked), "KTO": partial(_kto, ratio=asked), "Reward": _reward}
+    return losses.get(trainer)
 
 
-def _dpo(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def _dpo(model: Any, batch: dict[str, Any], *, ratio: Loss) -> torch.Tensor:
     """-log σ(β·((chosen - rejected) of the policy - the same of the reference))."""
-    chosen, rejected = (_sequence_log_probs(model, batch) - _reference_log_probs(model, batch)).chunk(2)
+    chosen, rejected = ratio(model, batch).chunk(2)
     return -nn.functional.logsigmoid(_BETA * (chosen - rejected)).mean()
 
 
-def _kto(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    ratio = _sequence_log_probs(model, batch) - _reference_log_probs(model, batch)
-    return (1 - torch.sigmoid(_BETA * ratio)).mean()
+def _kto(model: Any, batch: dict[str, Any], *, ratio: Loss) -> torch.Tensor:
+    return (1 - torch.sigmoid(_BETA * ratio(model, batch))).mean()
+
+
+def _ratio(model: Any, batch: dict[str, Any], *, asks_reference: bool) -> torch.Tensor:
+    policy = _sequence_log_probs(model, batch)
+    return policy - (_reference_log_probs(model, batch) if asks_reference else torch.zeros_like(policy))
 
 
 def _reward(model: Any, batch: dict[str, Any]) -> torch.Tensor:

@@ -118,6 +118,34 @@ def test_grpo_batches_that_do_not_divide() -> None:
     assert load_bytes(text, "c.yaml", world_size=3).problems == ()
 
 
+@pytest.mark.parametrize(
+    ("text", "world", "found"),
+    [
+        ("num_generations: 4\ngeneration_batch_size: 12", 1, ("generation_batch_size", "not_divisible", "generation_batch_size: 8")),
+        ("num_generations: 4\ngeneration_batch_size: 24", 3, None),
+        ("num_generations: 5\ngeneration_batch_size: 16", 1, ("generation_batch_size", "not_divisible", None)),
+        ("num_generations: 4\ngeneration_batch_size: 8\nsteps_per_generation: 2", 1, ("generation_batch_size", "conflict", "drop one")),
+        ("num_generations: 1", 1, ("num_generations", "bad_value", "num_generations: 8")),
+        ("num_generations: 8\nauto_find_batch_size: true", 1, ("auto_find_batch_size", "conflict", "drop the line")),
+        ("desirable_weight: 1.0\nper_device_train_batch_size: 1", 1, ("per_device_train_batch_size", "bad_value", "2, with half")),
+        ("desirable_weight: 1.0\nloss_type: apo_zero_unpaired\nper_device_train_batch_size: 1", 1, None),
+        ("desirable_weight: 1.0\ntrain_sampling_strategy: random", 1, ("train_sampling_strategy", "conflict", "sequential")),
+        ("packing: false\npadding_free: true\nmax_length: 128", 1, ("padding_free", "conflict", "packing: true")),
+        ("packing: true\npadding_free: true\nmax_length: 128", 1, None),
+    ],
+)
+def test_what_trl_refuses_together(text: str, world: int, found: tuple[str, str, str | None] | None) -> None:
+    base = "" if "per_device_train_batch_size" in text else "per_device_train_batch_size: 8\n"
+    problems = load_bytes(f"{base}learning_rate: 1.0e-4\n{text}\n".encode(), "c.yaml", world_size=world).problems
+    if found is None:
+        assert problems == ()
+        return
+    (problem,) = problems
+    key, code, fix = found
+    assert (problem.key, problem.code) == (key, code)
+    assert problem.fix is None if fix is None else fix in (problem.fix or "")
+
+
 def test_no_finding_shows_a_token() -> None:
     secret = "hf_" + "Zq9" * 10
     read_in = loaded(f"push_to_hub_token: {secret}\nhub_token: {secret}\nlr_scheduler_type: {secret}\nwarmup_ratio: {secret}\n")

@@ -176,3 +176,17 @@ def test_what_an_installed_trl_sets_by_itself_is_in_force(tmp_path: Path, monkey
     args = job("packing: true\nfp16: true\ngradient_checkpointing: false").args
     assert args["gradient_checkpointing"] is False and "bf16" not in args
     assert "gradient_checkpointing" not in job("seed: 1").args
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("beta: 0.1\nmax_length: 10", None),
+        ("beta: 0.1\nmax_length: 10\nprecompute_ref_log_probs: true", False),
+        ("num_generations: 4\nmax_completion_length: 10", False),
+        ("num_generations: 4\nbeta: 0.04", True),
+        ("learning_rate: 1.0e-4", None),
+    ],
+)
+def test_which_trainings_keep_a_reference(text: str, reference: bool | None) -> None:
+    assert job(text).model.reference is reference

@@ -44,6 +44,9 @@ picked = torch.arange(6, device="cuda")
 facts["picked"] = [picked[picked > 3].tolist(), picked.masked_select(picked < 2).tolist()]
 facts["selected_floats"] = list(x.masked_select(padded[..., None] > 0).shape)
 facts["by_shape"] = [torch.ones_like(x, dtype=torch.long).sum().item(), x.new_full((2,), 3, dtype=torch.long).tolist()]
+chosen = torch.randn(5, device="cuda", requires_grad=True)
+chosen.new_zeros(4, 3).masked_scatter((torch.arange(12).view(4, 3) > 6).cuda(), chosen).sum().backward()
+facts["scattered"] = list(chosen.grad.shape)
 scores = torch.randn(2, 100, device="cuda")
 facts["finite"] = list(scores[~torch.isnan(scores)].shape)
 with torch.no_grad():
@@ -69,6 +72,7 @@ def test_values_that_follow_from_the_host_are_true(on_virtual: Callable[..., Any
         "picked": [[4, 5], [0, 1]],
         "selected_floats": [29 * 16],
         "by_shape": [512, [3, 3]],
+        "scattered": [5],
         "finite": [200],
         "chosen": [[50, 50], 100, [[50], [50]]],
         "default_device": [0, 1, 2],

@@ -54,6 +54,28 @@ def test_with_lora_the_model_is_its_own_reference(tiny: Tiny) -> None:
     assert not hasattr(model, "reference_model") and loss.item() == pytest.approx(math.log(2), abs=1e-5)
 
 
+def test_answers_asked_for_before_cost_neither_a_reference_nor_its_pass(tiny: Tiny) -> None:
+    name = tiny("llama")
+    before, during = (from_spec(ModelSpec(name=name, reference=asked), DATA, trainer="DPO") for asked in (False, None))
+    passes: list[Any] = []
+    with torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: passes.append(module) if type(module).__name__ == "LlamaModel" else None
+    ):
+        model, loss = _loss(before, 2)
+        assert len(passes) == 1
+        _loss(during, 2)
+    loss.backward()
+    assert len(passes) == 3 and sum(p.numel() for p in model.parameters()) == before.parameters
+
+
+def test_grpo_keeps_a_reference_for_its_kl_term_alone(tiny: Tiny) -> None:
+    sizes = []
+    for reference in (False, True):
+        model = from_spec(ModelSpec(name=tiny("llama"), reference=reference), DATA, trainer="GRPO").build_model()
+        sizes.append(sum(p.numel() for p in model.parameters()))
+    assert sizes[1] == 2 * sizes[0]
+
+
 def test_reward_scores_both_of_a_pair(tiny: Tiny) -> None:
     workload = from_spec(ModelSpec(name=tiny("llama")), DATA, trainer="Reward")
     assert workload.model_class == "LlamaForSequenceClassification"

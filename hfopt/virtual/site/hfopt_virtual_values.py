@@ -95,10 +95,22 @@ def _without_masks(index: Any) -> Any:
     return items[0] if len(items) == 1 else tuple(items)
 
 
+def _places(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Size, tuple[torch.Tensor, ...]]:
+    """The common shape, and where the mask is true in it, on the host."""
+    shape = torch.broadcast_shapes(values.shape, mask.shape)
+    return shape, _twins[mask].expand(shape).nonzero(as_tuple=True)
+
+
+def _scatter(values: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """masked_scatter, whose backward selects by the mask inside C++: as an assignment to the places, whose number is known."""
+    shape, where = _places(values, mask)
+    places = tuple(found.to(mask.device) for found in where)
+    return values.expand(shape).index_put(places, source.reshape(-1)[: len(where[0])].to(values.dtype))
+
+
 def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """masked_select, which on CUDA is an index by the mask."""
-    shape = torch.broadcast_shapes(values.shape, mask.shape)
-    where = _twins[mask].expand(shape).nonzero(as_tuple=True)
+    shape, where = _places(values, mask)
     out: torch.Tensor = values.expand(shape)[tuple(found.to(mask.device) for found in where)]
     return _remember(out, _twins[values].expand(shape)[where]) if values in _twins else out
 
@@ -155,6 +167,8 @@ class _Values(TorchFunctionMode):  # type: ignore[misc]
             args, kwargs = _with_true_lengths(_READ_INSIDE[name], args, kwargs)
         if any_cuda and name == "masked_select" and len(args) == 2 and args[1] in _twins:
             return _select(*args)
+        if any_cuda and name == "masked_scatter" and len(args) == 3 and args[1] in _twins:
+            return _scatter(*args)
         out = func(*args, **kwargs)
         if any_cuda and not known and name in _BY_SHAPE_ALONE and args and _may_have_twin(out):
             args, known = (torch.empty_like(args[0], device="cpu"), *args[1:]), True

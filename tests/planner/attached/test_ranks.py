@@ -46,10 +46,25 @@ def test_every_step_takes_its_effective_batch(tmp_path: Path, world: int, kind: 
     assert all(rank["model"].startswith("FSDP") == (kind == "fsdp") for rank in ranks)
     assert len({json.dumps(rank["losses"]) for rank in ranks}) == 1
     assert run.stderr.count("hfopt: planned: per_device_train_batch_size 2 → 8") == 1, "a restart keeps its plan"
-    where = "resuming from" if kind == "ddp" else "from the start"
-    assert run.stderr.count(f"Restart 1 of at most 3, {where}") == run.stderr.count("Restart") == restarts
+    assert run.stderr.count("Restart 1 of at most 3, resuming from") == run.stderr.count("Restart") == restarts
     assert (tmp_path / "happened").exists()
     steps = samples_of_each_step(tmp_path, world)
     assert sorted(steps) == [1, 2, 3, 4]
     assert all(len(rows) == len(set(rows)) == PER_RANK * world for rows in steps.values())
     assert (tmp_path / "out" / "hfopt" / "monitor.jsonl").is_file()
+
+
+@pytest.mark.slow
+def test_a_sharded_run_resumed_in_smaller_pieces_ends_where_the_undisturbed_one_does(tmp_path: Path) -> None:
+    ended = []
+    for trouble in ("none", "forward"):
+        (tmp_path / trouble).mkdir()
+        run = hfopt_run(2, tmp_path / trouble, "fsdp", trouble)
+        assert run.returncode == 0, run.stderr[-3000:]
+        ended.append(json.loads(re.findall(r"RESULT (\{[^{}]*\})", run.stdout)[0]))
+    undisturbed, resumed = ended
+    assert (undisturbed["batch"], resumed["batch"]) == (8, 4)
+    assert resumed["losses"] == pytest.approx(undisturbed["losses"], rel=1e-4)
+    assert samples_of_each_step(tmp_path / "none", 2).keys() == samples_of_each_step(tmp_path / "forward", 2).keys()
+    for step, rows in samples_of_each_step(tmp_path / "none", 2).items():
+        assert sorted(rows) == sorted(samples_of_each_step(tmp_path / "forward", 2)[step])

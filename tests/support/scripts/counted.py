@@ -78,7 +78,7 @@ def main() -> None:
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
         max_steps=4,
-        save_strategy="steps" if KIND == "ddp" else "no",
+        save_strategy="steps",
         save_steps=1,
         logging_steps=1,
         remove_unused_columns=False,
