@@ -69,8 +69,8 @@ class DepthCurve(MemoryCurve):
         rounding = self._on(low.allocated_bytes - int(below[0].max()), deep.allocated_bytes - int(above[0].max()))
         allocated = max(_carried_peak(below, above, self.share) + max(rounding, 0), deep.allocated_bytes)
         cached = self._cached(low, deep, allocated)
-        fits = capacity_bytes is None or self._least_bytes(batch) <= capacity_bytes
-        return Replay(allocated, allocated + cached, deep.peak_event, fits)
+        found = Replay(allocated, allocated + cached, deep.peak_event)
+        return found if capacity_bytes is None else replace(found, fits=self._runs_in(capacity_bytes, batch, found))
 
     def peaks(self, batches: Sequence[int], expandable_segments: bool = False) -> tuple[MemoryPeak, ...]:
         pairs = zip(self.shallow.peaks(batches, expandable_segments), self.deep.peaks(batches, expandable_segments), strict=True)
@@ -92,12 +92,16 @@ class DepthCurve(MemoryCurve):
     def _on(self, low: int, high: int) -> int:
         return round(low + (high - low) * self.share)
 
-    def _least_bytes(self, batch: int) -> int:
-        """The least reserved memory the deep model could run in: cached segments are given back when memory runs short."""
+    def _runs_in(self, capacity_bytes: int, batch: int, found: Replay) -> bool:
+        """Where what is cached decides, the least memory the deep model could run in does: segments are given back when it runs short."""
+        if found.reserved_bytes <= capacity_bytes:
+            return True
+        if found.allocated_bytes > capacity_bytes:
+            return False
         if batch not in self._least:
             low, high = (_least_capacity(curve, batch) for curve in (self.shallow, self.deep))
-            self._least[batch] = max(self._on(low, high), self.replay(batch).allocated_bytes)
-        return self._least[batch]
+            self._least[batch] = max(self._on(low, high), found.allocated_bytes)
+        return self._least[batch] <= capacity_bytes
 
     def _breakdown(self, batch: int, replay: Replay) -> Breakdown:
         low, high = self.shallow.peak(batch).breakdown, self.deep.peak(batch).breakdown

@@ -1,7 +1,8 @@
 """Several devices: the cheapest engine that fits, with the reason each other one was not taken, and the command that starts the result.
 
-Each engine is a plan of its own (same search, memory from its own sharded trace). DDP is taken when it fits. Else the fastest of what
-torch and an installed DeepSpeed offer; offloading is tried only when nothing else fits.
+Each engine is a plan of its own (same search, memory from its own sharded trace). DDP is taken when it fits. Else FSDP2, which comes with
+torch; what sends less (kept weights, ZeRO-2) is tried where communication holds it back, and an installed DeepSpeed's ZeRO-3 where it
+does not fit. Offloading is tried only when nothing else fits.
 """
 
 from __future__ import annotations
@@ -57,11 +58,9 @@ class _Contest:
         by_key = {engine.key: engine for engine in ENGINES}
         if self._try(by_key["ddp"]):
             return self._made(by_key["ddp"], "the model fits on each device, and nothing but gradients is exchanged")
-        plain = [engine for engine in ENGINES[1:] if not engine.offloads]
-        for engine in plain:
-            if engine.key == "fsdp2-keep" and not self._gathers_late():
-                continue
-            self._try(engine)
+        for engine in (engine for engine in ENGINES[1:] if not engine.offloads):
+            if engine.key != "fsdp2-keep" or self._communicates():
+                self._try(engine)
         if not self.plans:
             for engine in (engine for engine in ENGINES if engine.offloads):
                 self._try(engine)
@@ -109,29 +108,33 @@ class _Contest:
         if engine.family == "deepspeed" and not asked and find_spec("deepspeed") is None:
             return f"DeepSpeed is not installed here; --engine {engine.key} plans for it all the same"
         if engine.family == "ddp":
-            return self._states_too_large()
+            return self._too_large(least_state_bytes(self.subject), "weights, gradients and optimizer states")
+        if "fsdp2" in self.plans and engine.zero_stage == 3:
+            return "gathers and keeps no less than FSDP2, which fits: not traced"
+        if "fsdp2" in self.plans and engine.zero_stage == 2 and not self._communicates():
+            return "sends less than FSDP2 but keeps whole weights, and it is not communication that holds FSDP2 back: not traced"
         spec = self.subject.job.model
+        if engine.zero_stage == 2:
+            bits = 16 if spec.quantization is None else spec.quantization.bits
+            return self._too_large(self.subject.workload.parameters * bits // 8, "whole weights")
         if spec.quantization is not None and (engine.family == "fsdp" or engine.zero_stage == 3):
             return f"{spec.quantization.bits}-bit weights are not sharded: their bytes are no numbers that could be gathered in parts"
         return None
 
-    def _states_too_large(self) -> str | None:
-        """Weights, gradients, buckets and Adam's states without a single activation: known without a trace."""
+    def _too_large(self, least_bytes: int, what: str) -> str | None:
+        """Without a single activation: known without a trace."""
         budget = device_of(self.subject, self.request).budget_bytes
-        states = least_state_bytes(self.subject)
-        if states <= budget:
+        if least_bytes <= budget:
             return None
-        return (
-            f"weights, gradients and optimizer states alone take {format_bytes(states)} on each device, {format_bytes(budget)} may be used"
-        )
+        return f"{what} alone take {format_bytes(least_bytes)} on each device, {format_bytes(budget)} may be used"
 
     def _with(self, engine: Engine) -> Subject:
         job = self.subject.job
         args = engine_args(engine, job, block_classes(self.subject) if engine.family == "fsdp" else (), adapters=job.model.lora is not None)
         return replace(self.subject, job=replace(job, args=args))
 
-    def _gathers_late(self) -> bool:
-        """Is the gathering for the backward in the way? Else keeping the weights gains nothing."""
+    def _communicates(self) -> bool:
+        """Is it communication that holds FSDP2 back? Else sending less gains nothing."""
         plan = self.plans.get("fsdp2")
         return plan is not None and plan.facts.after.time.bound == "communication"
 

@@ -16,7 +16,7 @@ from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
-SMALL_SHARE = 0.01
+SMALL_SHARE = 0.02
 LIGHTEST_PRECISION = 0.4  # of another precision's memory that one takes at the least: halves of all, less what stays float32
 
 
@@ -38,6 +38,7 @@ class Pricing:
     _estimates: dict[StepSettings, Estimate] = field(default_factory=dict)
     _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict)
     _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict)
+    _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict)
     _correction: Correction | None = None
     _times: dict[Candidate, StepTime] = field(default_factory=dict)
 
@@ -67,7 +68,7 @@ class Pricing:
             limit = self.known_limit(candidate)
             if limit is not None and limit >= candidate.per_device_batch:
                 return limit
-            at_most = self._optimistic_limit(candidate)
+            at_most = self.at_most(candidate)
             if at_most is not None and at_most < candidate.per_device_batch:
                 return at_most or None
         return self._limit(self.settings(candidate), self._held_bytes(candidate))
@@ -84,16 +85,35 @@ class Pricing:
         gradients = 2 * self._gradient_bytes(other)  # kept through the forward, and the second batch's inputs
         return self._largest(other, -gradients)
 
-    def _optimistic_limit(self, candidate: Candidate) -> int | None:
-        """No batch above this can fit: by the trace with accumulation less its gradients, or by a fuller precision's less its half."""
+    def at_most(self, candidate: Candidate) -> int | None:
+        """No batch above this can fit: by the trace with accumulation less its gradients, by a fuller precision's less its half, or by the
+        one without checkpointing less the blocks that are checkpointed."""
         wanted = self.settings(candidate)
+        if wanted in self._estimates:
+            return None
         found = []
         for settings in self._estimates:
-            if replace(settings, accumulation=1, precision=wanted.precision) != replace(wanted, accumulation=1):
+            kept = self._kept_share(settings.checkpointing, wanted.checkpointing)
+            alike = replace(settings, accumulation=1, precision=wanted.precision, checkpointing=wanted.checkpointing)
+            if not kept or alike != replace(wanted, accumulation=1):
                 continue
-            lightest = 1.0 if settings.precision == wanted.precision else LIGHTEST_PRECISION
-            found.append(self._largest(settings, 2 * self._gradient_bytes(settings), lightest) or 0)
+            lightest = kept if settings.precision == wanted.precision else kept * LIGHTEST_PRECISION
+            found.append(self._bound(settings, lightest))
         return min(found, default=None)
+
+    def _bound(self, settings: StepSettings, share: float) -> int:
+        key = (settings, share)
+        if key not in self._bounds:
+            self._bounds[key] = self._largest(settings, 2 * self._gradient_bytes(settings), share) or 0
+        return self._bounds[key]
+
+    def _kept_share(self, traced: Checkpointing, wanted: Checkpointing) -> float:
+        """Of what the traced one takes, the part that the wanted one takes at the least; 0: not comparable."""
+        if traced == wanted:
+            return 1.0
+        if traced.on or not wanted.on or self.workload.layers is None:
+            return 0.0
+        return 1 - -(-self.workload.layers // wanted.every_n_layers) / self.workload.layers
 
     # ------------------------------------------------------------------------------------------ what a dry run says
 
@@ -121,6 +141,7 @@ class Pricing:
         """From now on every limit is that of the corrected curve."""
         self._correction = correction
         self._limits.clear()
+        self._bounds.clear()
 
     # ------------------------------------------------------------------------------------------ memory of one candidate
 
@@ -180,7 +201,7 @@ class Pricing:
 
     @property
     def _adds_gradients(self) -> bool:
-        """Adapters: what accumulation holds through the forward is below a hundredth of the budget, and is added instead of traced.
+        """Adapters: what accumulation holds through the forward is below a fiftieth of the budget, and is added instead of traced.
         Shares of divided gradients are added too: they are all that a second micro-batch finds."""
         whole = 4 * self.workload.trainable_parameters
         return self._gradient_share_bytes < whole or whole <= SMALL_SHARE * self.budget_bytes
@@ -227,7 +248,7 @@ class Pricing:
     def _worth_tracing(self, candidate: Candidate) -> StepSettings:
         """Its own settings; those with accumulation where it surely does not fit whole, since the smaller ones will be asked for next."""
         own = self.settings(candidate)
-        at_most = self._optimistic_limit(candidate) if own.accumulation == 1 and not self._adds_gradients else None
+        at_most = self.at_most(candidate) if own.accumulation == 1 and not self._adds_gradients else None
         return own if at_most is None or at_most >= candidate.per_device_batch else replace(own, accumulation=2)
 
     def _traced(self, candidate: Candidate) -> bool:

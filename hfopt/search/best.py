@@ -1,8 +1,8 @@
 """Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
 
 A candidate waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back;
-at the front again it is checked for memory. The first that fits is the best; everything whose bound lies above it, ties included, is left
-unpriced. With true lower bounds the answer is that of an exhaustive search.
+at the front again it is checked for memory. What surely does not fit is never priced. The first that fits is the best; everything whose
+bound lies above it, ties included, is left unpriced. With true bounds the answer is that of an exhaustive search.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from hfopt.schema import Candidate, Rejection, StepTime
@@ -35,6 +36,9 @@ class Models(Protocol):
     def known_limit(self, candidate: Candidate) -> int | None:
         """Like largest_batch but never traces, and may be too small."""
 
+    def at_most(self, candidate: Candidate) -> int | None:
+        """No batch above this fits, 0 included; None: not known. Never traces."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
@@ -57,9 +61,11 @@ def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: in
             left.append((seconds, index))
             continue
         if not exact:
-            tighter = models.bound_s(candidate)
+            tighter, at_most = models.bound_s(candidate), models.at_most(candidate)
             if tighter > seconds:
                 heapq.heappush(heap, (tighter, False, index))
+            elif at_most is not None and at_most < candidate.per_device_batch:
+                rejected.extend(split([candidate], partial(_constant, at_most or None), budget_bytes)[1])
             else:
                 heapq.heappush(heap, (models.time(candidate).step_s, True, index))
             continue
@@ -70,6 +76,10 @@ def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: in
             best_s = min(best_s, seconds)
     _add_the_rest(left, candidates, models, budget_bytes, best_s, fitting, rejected)
     return Found(ranked=rank(fitting, fitting.__getitem__, current=current), rejected=tuple(rejected))
+
+
+def _constant(limit: int | None, candidate: Candidate) -> int | None:
+    return limit
 
 
 def _add_the_rest(

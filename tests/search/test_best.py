@@ -26,6 +26,7 @@ class Arithmetic:
     speed: dict[Group, float]
     limit: dict[Group, int | None]
     slack: float
+    hopeless: frozenset[Group] = frozenset()
     traced: set[Group] = field(default_factory=set)
 
     def group(self, candidate: Candidate) -> Group:
@@ -46,6 +47,9 @@ class Arithmetic:
 
     def known_limit(self, candidate: Candidate) -> int | None:
         return self.limit[self.group(candidate)]
+
+    def at_most(self, candidate: Candidate) -> int | None:
+        return 0 if self.group(candidate) in self.hopeless else None
 
     def known(self, candidate: Candidate) -> bool:
         return self.group(candidate) in self.traced
@@ -103,3 +107,12 @@ def test_what_may_tie_with_the_best_is_traced_and_ranked() -> None:
     found = best_first(every(64), models, 1 << 30)
     assert models.traced == {("bf16", 0), ("fp32", 0)}
     assert Candidate(per_device_batch=64, accumulation=1, precision="fp32") in {candidate for candidate, _ in found.ranked}
+
+
+def test_what_surely_does_not_fit_is_not_traced() -> None:
+    fast = {g: 1.0 if g == ("bf16", 2) else 5.0 for g in GROUPS}
+    models = Arithmetic(speed=fast, limit=dict.fromkeys(GROUPS, 1000), slack=0.0, hopeless=frozenset({("bf16", 2)}))
+    found = best_first(every(64), models, 1 << 30)
+    assert ("bf16", 2) not in models.traced
+    refused = [r.reason for r in found.rejected if r.candidate.checkpointing.every_n_layers == 2 and r.candidate.precision == "bf16"]
+    assert refused and all("not even one sample" in reason for reason in refused)
