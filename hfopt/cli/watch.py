@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -48,11 +49,10 @@ def _show(look: Callable[[], Mapping[str, Any]], title: str, interval: float) ->
 
     console = people()
     live = look()
-    with Live(screen.render(live, title, console.width), console=console, auto_refresh=False) as shown:
-        try:
-            while screen.condition(live) == "running":
-                time.sleep(interval)
-                live = look()
-                shown.update(screen.render(live, title, console.width), refresh=True)
-        except KeyboardInterrupt:
-            return
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as after:  # Ctrl-C is how it is meant to be ended
+        after.callback(console.show_cursor)  # also if it comes while the screen is being set up
+        shown = after.enter_context(Live(screen.render(live, title, console.width), console=console, auto_refresh=False))
+        while screen.condition(live) == "running":
+            time.sleep(interval)
+            live = look()
+            shown.update(screen.render(live, title, console.width), refresh=True)

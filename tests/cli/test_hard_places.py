@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import resource
 import signal
 import stat
@@ -185,6 +187,24 @@ def test_a_rehearsal_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     code, said = interrupted(command, 8.0, tmp_path, {})
     assert code in (1, 130, -signal.SIGINT), said[-2000:]
     assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
+
+
+def test_ctrl_c_ends_a_watch_and_gives_the_terminal_back() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hfopt", "watch", "--pid", str(os.getpid()), "--interval", "0.2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+    process = subprocess.Popen(command, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while b"RAM" not in shown:
+        shown += os.read(ours, 4096)
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(OSError):  # EIO: the last writer is gone
+        while more := os.read(ours, 4096):
+            shown += more
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert b"Traceback" not in shown and shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l"), "the cursor is shown again"
 
 
 # ---------------------------------------------------------------------------------------------- who may read what
