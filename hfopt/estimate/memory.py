@@ -19,7 +19,7 @@ from hfopt.estimate.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.envelope import running_lines, upper_envelope
 from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
-from hfopt.estimate.repetition import third_step
+from hfopt.estimate.repetition import ThirdStep
 from hfopt.estimate.timeline import FREED, Timeline, alone, combine
 from hfopt.schema import Breakdown, LengthSpread, MemoryPeak, OpCost, StepSettings, Workload
 
@@ -52,6 +52,7 @@ class MemoryCurve:
     goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
+    _third: ThirdStep | None = None
 
     # ------------------------------------------------------------------------------------------ one batch size
 
@@ -93,7 +94,8 @@ class MemoryCurve:
         traced_steps = replay_events(timeline, events[:end], allocator)
         if not traced_steps.fits:
             return traced_steps
-        third = replay_events(timeline, third_step(timeline, sizes), allocator)
+        self._third = self._third or ThirdStep(timeline)
+        third = replay_events(timeline, self._third.events(sizes), allocator)
         rest = replay_events(timeline, events[end:], allocator) if third.fits else third
         peaks_later = third.fits and rest.allocated_bytes > third.allocated_bytes
         return replace(rest, peak_event=end + rest.peak_event if peaks_later else traced_steps.peak_event)
@@ -271,7 +273,7 @@ def replay_events(timeline: Timeline, events: Iterable[tuple[int, int]], allocat
             free(block)
         elif size > 0:
             try:
-                allocate(block, size, streams.get(block % stride, 0))
+                allocate(block, size, streams.get(block % stride, 0) if streams else 0)
             except OutOfMemory:
                 return Replay(allocator.peak_allocated, allocator.peak_reserved, event, fits=False)
             if allocator.allocated > peak:

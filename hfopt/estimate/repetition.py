@@ -7,6 +7,7 @@ first two traced steps are not alike (the optimizer's states come between them),
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from hfopt.estimate.timeline import FREED, Timeline
@@ -17,12 +18,18 @@ if TYPE_CHECKING:
 _NOBODYS = -1  # a block that was never taken: freeing it does nothing
 
 
-def third_step(timeline: Timeline, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Its events, each a block and a size or FREED, after the two that were traced; `sizes` are those of the whole timeline."""
-    repetition = Repetition(timeline)
-    left = repetition.leftovers(0)
-    yield from zip(left, [FREED] * len(left), strict=True)
-    yield from zip(repetition.blocks(1), sizes[repetition.repeated : repetition.end], strict=True)
+class ThirdStep:
+    """What follows the two traced steps."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        repetition = Repetition(timeline)
+        self._span = slice(repetition.repeated, repetition.end)
+        self._left = [(block, FREED) for block in repetition.leftovers(0)]
+        self._blocks = repetition.blocks(1)
+
+    def events(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Each a block and a size or FREED; `sizes` are those of the whole timeline."""
+        return chain(self._left, zip(self._blocks, sizes[self._span], strict=True))
 
 
 class Repetition:

@@ -9,7 +9,7 @@ import pytest
 from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import MemoryCurve, estimate
 from hfopt.estimate.preparation import prepared
-from hfopt.estimate.repetition import third_step
+from hfopt.estimate.repetition import ThirdStep
 from hfopt.estimate.session import Tracer
 from hfopt.estimate.timeline import FREED, alone
 from hfopt.estimate.trainer_step import trainer_script
@@ -21,7 +21,7 @@ def test_the_third_step_is_that_of_a_longer_trace(tiny_gpt2: Callable[..., Workl
     workload, settings = tiny_gpt2(n_embd=256, vocab_size=5000), StepSettings(accumulation=accumulation)
     tracer = Tracer(prepared(workload, settings), workload.make_batch, Kernels())
     two, three = (alone(tracer.record(trainer_script(settings, steps=steps), 5)) for steps in (2, 3))
-    repeated = [size for _, size in third_step(two, two.sizes(5)) if size not in (0, FREED)]
+    repeated = [size for _, size in ThirdStep(two).events(two.sizes(5)) if size not in (0, FREED)]
     traced = [size for size in three.sizes(5)[three.marks["step_2"] : three.marks["end"]] if size not in (0, FREED)]
     assert repeated == traced and len(traced) > 50
     ours, longer = MemoryCurve(two, 0, goes_on=True).replay(5), MemoryCurve(three, 0).replay(5)
