@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import pickle
 import statistics
 import time
@@ -212,7 +211,8 @@ def _averaged(same: Sequence[Predicted]) -> Predicted:
     return replace(same[0], case=replace(same[0].case, samples_per_s=mean))
 
 
-def compare(found: Sequence[Predicted], rate: Callable[[Predicted], float]) -> dict[str, float]:
+def compare(found: Sequence[Predicted], rate: Callable[[Predicted], float]) -> dict[str, float | None]:
+    """None where there is no pair or no row."""
     made = pairs(found)
     errors, right = [], []
     for a, b in made:
@@ -223,9 +223,9 @@ def compare(found: Sequence[Predicted], rate: Callable[[Predicted], float]) -> d
     absolute = [abs(rate(one) / one.case.samples_per_s - 1) for one in found]
     return {
         "pairs": len(made),
-        "ratio_median_pct": round(100 * statistics.median(errors), 2) if errors else math.nan,
-        "order_right_share": round(sum(right) / len(right), 4) if right else math.nan,
-        "absolute_median_pct": round(100 * statistics.median(absolute), 2) if absolute else math.nan,
+        "ratio_median_pct": round(100 * statistics.median(errors), 2) if errors else None,
+        "order_right_share": round(sum(right) / len(right), 4) if right else None,
+        "absolute_median_pct": round(100 * statistics.median(absolute), 2) if absolute else None,
     }
 
 

@@ -55,10 +55,10 @@ def table() -> dict[str, Any]:
 
 
 def architecture(capability: tuple[int, int] | None, *, half_rate: bool = False) -> tuple[str, dict[str, Any]]:
-    """The row for a capability, resolved through `like`: (name of the architecture that was fitted, its shares)."""
+    """The row for a capability, resolved through `like` and filled up with what all share: (name of the architecture, its shares)."""
     rows: dict[str, dict[str, Any]] = table()["architectures"]
     if half_rate and capability is not None and capability >= (8, 6):
-        return "geforce", rows["geforce"]
+        return "geforce", _filled(rows["geforce"])
     wanted = "8.0" if capability is None else f"{capability[0]}.{capability[1]}"
     name = next((key for key, row in rows.items() if wanted in row["capabilities"]), None)
     if name is None:
@@ -66,7 +66,12 @@ def architecture(capability: tuple[int, int] | None, *, half_rate: bool = False)
         name = next((key for key, row in rows.items() if any(c.startswith(f"{major}.") for c in row["capabilities"])), "hopper")
     while "like" in rows[name]:
         name = rows[name]["like"]
-    return name, rows[name]
+    return name, _filled(rows[name])
+
+
+def _filled(row: dict[str, Any]) -> dict[str, Any]:
+    shared: dict[str, Any] = table()["shared"]
+    return {**shared, **row, "matmul": {**shared["matmul"], **row.get("matmul", {})}}
 
 
 def speed_of(gpu: Gpu) -> Speed | None:
