@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from hfopt.planner.trials import MOST_FAILURES, tried
+from hfopt.planner.trials import MOST_FAILURES, timed, tried
 from hfopt.schema import Candidate, Checkpointing, StepTime, Trial
 
 
@@ -55,17 +55,37 @@ def test_none_is_left_when_the_lightest_fails_too() -> None:
     assert tried(ranked(2, 1), lambda c: trial(c, "oom")).chosen is None
 
 
-def test_the_fastest_measured_of_the_close_ones_is_taken() -> None:
-    seconds = {64: 2.0, 32: 1.5, 16: 1.8, 8: 0.1}
-    found = tried(ranked(64, 32, 16, 8), lambda c: trial(c, step_s=seconds[c.per_device_batch]), timings=3)
-    assert found.chosen == 1 and found.runs == 3
+def test_times_are_looked_for_from_the_predicted_best_and_the_configs_own_settings() -> None:
+    seconds = {64: 2.0, 32: 1.9, 16: 1.8, 8: 1.2, 4: 0.9, 2: 1.0, 1: 1.4}
+    asked: list[int] = []
+
+    def run(candidate: Candidate) -> Trial:
+        asked.append(candidate.per_device_batch)
+        return trial(candidate, step_s=seconds[candidate.per_device_batch])
+
+    pool = ranked(64, 32, 16, 8, 4, 2, 1)
+    found = timed(pool, run, pool[3][0])
+    assert asked == [64, 8, 4, 16, 2] and found.runs == 5
+    assert found.chosen == 4 and found.trial is not None and found.trial.step_s == 0.9
 
 
-def test_a_busy_machine_does_not_decide() -> None:
-    found = tried(ranked(64, 32), lambda c: replace(trial(c, step_s=64 / c.per_device_batch), cpu_s=float(c.per_device_batch)), timings=2)
-    assert found.chosen == 1
+def test_cpu_time_decides_where_it_is_known() -> None:
+    pool = ranked(64, 32)
+    found = timed(pool, lambda c: replace(trial(c, step_s=64 / c.per_device_batch), cpu_s=float(c.per_device_batch)), pool[0][0])
+    assert found.chosen == 1 and found.runs == 2
 
 
-def test_an_error_ends_the_trials_and_is_shown() -> None:
-    found = tried(ranked(64, 32), lambda c: trial(c, "error"), timings=3)
-    assert found.chosen == 0 and found.trial is not None and found.trial.outcome == "error" and found.runs == 1
+def test_own_settings_that_fail_are_counted_and_left_out() -> None:
+    pool = ranked(64, 32, 16, 8)
+    for outcome in ("error", "oom"):
+        found = timed(pool, lambda c, how=outcome: trial(c, how if c.per_device_batch == 8 else "ok", step_s=1.0), pool[3][0])
+        assert found.runs == 3 and found.chosen == 0 and len(found.failed) == (outcome == "oom")
+
+
+def test_a_broken_dry_run_is_said_and_nothing_timed_keeps_the_prediction() -> None:
+    pool = ranked(64, 32)
+    broken = timed(pool, lambda c: trial(c, "error"), pool[1][0])
+    assert broken.chosen == 0 and broken.runs == 2 and broken.trial is not None and broken.trial.outcome == "error"
+    assert timed(pool, lambda c: None, pool[1][0]).trial is None
+    assert timed(pool, lambda c: trial(c, "oom"), pool[1][0]).chosen is None
+    assert tried(ranked(64, 32), lambda c: trial(c, "error")).chosen == 0

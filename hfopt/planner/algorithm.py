@@ -32,8 +32,6 @@ from hfopt.schema import Candidate, Neutrality, Rejection, Trial
 from hfopt.search.best import Found, best_first
 from hfopt.search.space import Space, candidates
 
-CPU_TIMINGS = 3
-
 
 def plan(
     source: Any,
@@ -87,7 +85,7 @@ def plan_subject(
     def tried(candidate: Candidate) -> Trial | None:
         return run(candidate, tried_eval_batch(subject, pricing, candidate))
 
-    result = confirmed(found, search, pricing, tried, timings=CPU_TIMINGS if device.gpu is None else 1)
+    result = confirmed(found, search, pricing, tried, timed_from=current if device.gpu is None else None)
     course = Course(
         subject=subject,
         request=request,

@@ -12,7 +12,7 @@ from functools import cache
 
 from hfopt.errors import NothingFits
 from hfopt.planner.pricing import Pricing
-from hfopt.planner.trials import Run, Tried, tried
+from hfopt.planner.trials import Run, Tried, timed, tried
 from hfopt.schema import Candidate, Correction, StepTime
 from hfopt.search.best import Found
 
@@ -32,9 +32,9 @@ class Confirmed:
         return self.found.ranked[self.verdict.chosen]
 
 
-def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: Run, *, timings: int) -> Confirmed:
-    """`search` makes the search again with the corrected pricing."""
-    state = _tried(found, pricing, run, timings)
+def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: Run, *, timed_from: Candidate | None = None) -> Confirmed:
+    """`search` makes the search again with the corrected pricing; `timed_from`: measured times decide, from these settings on."""
+    state = _tried(found, pricing, run, timed_from)
     for _ in range(MOST_ROUNDS):
         error = state.correction.memory_error if state.correction is not None else None
         if state.correction is None or error is None or abs(error) <= CLOSE_ENOUGH:
@@ -45,14 +45,14 @@ def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: 
             break
         if again.ranked[0][0] == state.winner[0]:
             return replace(state, found=again, verdict=replace(state.verdict, chosen=0))
-        retried = _tried(again, pricing, run, timings)
+        retried = _tried(again, pricing, run, timed_from)
         runs = state.verdict.runs + retried.verdict.runs
         failed = (*state.verdict.failed, *retried.verdict.failed)
         state = replace(retried, verdict=replace(retried.verdict, runs=runs, failed=failed))
     return state
 
 
-def _tried(found: Found, pricing: Pricing, run: Run, timings: int) -> Confirmed:
+def _tried(found: Found, pricing: Pricing, run: Run, timed_from: Candidate | None) -> Confirmed:
 
     @cache
     def needs() -> dict[Candidate, int]:
@@ -60,7 +60,10 @@ def _tried(found: Found, pricing: Pricing, run: Run, timings: int) -> Confirmed:
         ranked = [candidate for candidate, _ in found.ranked]
         return {c: memory.device_bytes for c, memory in zip(ranked, pricing.nearest_memories(ranked), strict=True)}
 
-    verdict = tried(found.ranked, run, timings=timings, needs_bytes=lambda candidate: needs()[candidate])
+    if timed_from is not None:
+        verdict = timed(found.ranked, run, timed_from)
+    else:
+        verdict = tried(found.ranked, run, needs_bytes=lambda candidate: needs()[candidate])
     trial = verdict.trial
     if verdict.chosen is None:
         assert trial is not None

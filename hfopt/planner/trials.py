@@ -1,18 +1,19 @@
-"""The winner is tried on the device: an out-of-memory error sends the next that needs less, a measured time decides among the close ones.
+"""The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide.
 
 On a card one trial is enough: its speed is well predicted and its memory is what must be sure. On the CPU speeds depend on caches that no
-roofline knows, so the best few are timed and the fastest is taken.
+roofline knows: the predicted best and the config's own settings are timed, then the neighbouring batch sizes of whichever is faster, until
+none of them is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from hfopt.schema import Candidate, StepTime, Trial
 
 MOST_FAILURES = 4
-CLOSE = 0.35  # candidates predicted within this of the best are timed against it
+MOST_TIMINGS = 7
 
 Run = Callable[[Candidate], Trial | None]
 NeedsBytes = Callable[[Candidate], int]
@@ -28,33 +29,58 @@ class Tried:
     runs: int = 0
 
 
-def tried(
-    ranked: Sequence[tuple[Candidate, StepTime]], run: Run, *, timings: int = 1, needs_bytes: NeedsBytes = lambda c: c.per_device_batch
-) -> Tried:
-    """Walks down the ranking; `timings` is how many may be timed. After an out-of-memory error only what needs less is looked at."""
+def tried(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, *, needs_bytes: NeedsBytes = lambda c: c.per_device_batch) -> Tried:
+    """Walks down the ranking to the first that runs. After an out-of-memory error only what needs less is looked at."""
     failed: list[Trial] = []
-    good: list[tuple[int, Trial]] = []
-    best_s = ranked[0][1].step_s
-    for index, (candidate, time) in enumerate(ranked):
+    for index, (candidate, _) in enumerate(ranked):
         if failed and needs_bytes(candidate) >= needs_bytes(failed[-1].candidate):
             continue
-        if len(failed) >= MOST_FAILURES or (good and (len(good) >= timings or time.step_s > best_s * (1 + CLOSE))):
+        if len(failed) >= MOST_FAILURES:
             break
         trial = run(candidate)
         if trial is None:
             return Tried(chosen=index if failed else 0, trial=failed[-1] if failed else None, failed=tuple(failed), runs=len(failed))
-        if trial.outcome == "oom":
-            failed.append(trial)
-            continue
-        good.append((index, trial))
-        if trial.outcome != "ok":
-            break
-    runs = len(failed) + len(good)
+        if trial.outcome != "oom":
+            return Tried(chosen=index, trial=trial, failed=tuple(failed), runs=len(failed) + 1)
+        failed.append(trial)
+    return Tried(chosen=_untried(ranked, failed, needs_bytes), trial=failed[-1], failed=tuple(failed), runs=len(failed))
+
+
+def timed(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, own: Candidate) -> Tried:
+    """The fastest measured, from the first of the ranking and the config's own settings on; a trial that fails counts as a run too."""
+    places = {candidate: index for index, (candidate, _) in enumerate(ranked)}
+    found: dict[Candidate, Trial] = {}
+    waiting = list(dict.fromkeys((ranked[0][0], own if own in places else ranked[0][0])))
+    while waiting and len(found) < MOST_TIMINGS:
+        candidate = waiting.pop(0)
+        trial = run(candidate)
+        if trial is None:
+            return Tried(chosen=0, trial=None, runs=len(found))
+        found[candidate] = trial
+        good = [one for one in found.values() if one.outcome == "ok"]
+        if not waiting and good:
+            fastest = min(good, key=_cost_s).candidate
+            waiting = [other for other in _neighbours(fastest, places) if other not in found]
+    failed = tuple(one for one in found.values() if one.outcome == "oom")
+    good = [one for one in found.values() if one.outcome == "ok"]
     if not good:
-        return Tried(chosen=_untried(ranked, failed, needs_bytes), trial=failed[-1], failed=tuple(failed), runs=runs)
-    fine = [pair for pair in good if pair[1].outcome == "ok"] or good
-    chosen, trial = min(fine, key=lambda pair: _cost_s(pair[1]))
-    return Tried(chosen=chosen, trial=trial, failed=tuple(failed), runs=runs)
+        stuck = next((one for one in found.values() if one.outcome != "oom"), None)
+        chosen = None if stuck is None else places[stuck.candidate]
+        return Tried(chosen=chosen, trial=stuck or failed[-1], failed=failed, runs=len(found))
+    trial = min(good, key=_cost_s)
+    return Tried(chosen=places[trial.candidate], trial=trial, failed=failed, runs=len(found))
+
+
+def _neighbours(candidate: Candidate, pool: Iterable[Candidate]) -> list[Candidate]:
+    """The next smaller and the next larger batch with the same other settings."""
+
+    def batch(other: Candidate) -> int:
+        return other.per_device_batch
+
+    alike = [c for c in pool if replace(c, per_device_batch=1, accumulation=1) == replace(candidate, per_device_batch=1, accumulation=1)]
+    smaller = max((c for c in alike if batch(c) < batch(candidate)), key=batch, default=None)
+    larger = min((c for c in alike if batch(c) > batch(candidate)), key=batch, default=None)
+    return [c for c in (smaller, larger) if c is not None]
 
 
 def _untried(ranked: Sequence[tuple[Candidate, StepTime]], failed: Sequence[Trial], needs_bytes: NeedsBytes) -> int | None:

@@ -80,7 +80,7 @@ def run(pricing: FakePricing) -> tuple[int, int, int]:
         return Trial(device="virtual", candidate=asked, outcome="ok", peak_reserved_bytes=asked.per_device_batch * pricing.really)
 
     stand_in: Any = pricing
-    state = confirmed(pricing.search(), pricing.search, stand_in, trial, timings=1)
+    state = confirmed(pricing.search(), pricing.search, stand_in, trial)
     return state.winner[0].per_device_batch, state.verdict.runs, len(pricing.corrections)
 
 
@@ -104,4 +104,4 @@ def test_when_all_run_out_of_memory_nothing_is_planned() -> None:
         return Trial(device="cuda", candidate=asked, outcome="oom", message="CUDA out of memory")
 
     with pytest.raises(NothingFits, match="predicted to fit and ran out of memory"):
-        confirmed(pricing.search(), pricing.search, pricing, trial, timings=1)
+        confirmed(pricing.search(), pricing.search, pricing, trial)
