@@ -1,5 +1,5 @@
 """`python -m hfopt` is the `hfopt` command."""
 
-from hfopt.cli import main
+from hfopt.cli import command
 
-main()
+command()

@@ -5,6 +5,8 @@ Output for machines goes to stdout, words for people to stderr. Every HfoptError
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -59,8 +61,20 @@ def application(arguments: Sequence[str]) -> typer.Typer:
     return app
 
 
+def command() -> None:
+    """The console script. Where torch was imported it is not taken apart object by object at the end: that takes more than a second."""
+    try:
+        main()
+    except SystemExit as end:
+        if "torch" not in sys.modules or not isinstance(end.code, int):
+            raise
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(end.code)
+
+
 def main() -> None:
-    """The console script: runs the app and turns our errors into messages."""
+    """Runs the app and turns our errors into messages."""
     say_what_the_terminal_can()
     try:
         try:

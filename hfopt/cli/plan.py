@@ -92,6 +92,7 @@ def plan(
         "allow": allowed(allow),
         "dry_run": dry_run,
         "trust_remote_code": trust_remote_code,
+        "charts": html_file is not None,
     }
     made = _made(config, options, quiet=quiet)
     made = _with_deepspeed_beside(made, None if as_diff else output)

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,6 +23,7 @@ from hfopt.schema import StepSettings, Workload
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 Estimator = Callable[[Workload, StepSettings], Estimate]
+Asked = tuple[Workload, StepSettings]
 
 
 class Ahead:
@@ -30,51 +31,58 @@ class Ahead:
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
-        self._pending: dict[StepSettings, tuple[Any, Connection]] = {}
+        self._child: tuple[Any, Connection] | None = None
+        self._expected: list[StepSettings] = []  # of the child, in the order of its answers
+        self._answers: dict[StepSettings, Estimate | None] = {}
 
-    def start(self, workload: Workload, settings: StepSettings) -> None:
-        if settings in self._pending or not _can_fork():
+    def start(self, expected: Sequence[Asked]) -> None:
+        """One child traces them one after the other; one child at a time."""
+        if self._child is not None or not expected or not _can_fork():
             return
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
-        child = context.Process(target=_trace, args=(self._estimator, workload, settings, receiving, sending), daemon=True)
+        child = context.Process(target=_trace, args=(self._estimator, tuple(expected), receiving, sending), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking beside threads; there is a spinner at most
             child.start()
         sending.close()
-        self._pending[settings] = (child, receiving)
+        self._child, self._expected = (child, receiving), [settings for _, settings in expected]
 
     def __call__(self, workload: Workload, settings: StepSettings) -> Estimate:
-        if settings not in self._pending:
-            return self._estimator(workload, settings)
-        child, receiving = self._pending.pop(settings)
+        while settings in self._expected and self._child is not None:
+            made = self._received(self._child[1])
+            self._answers[self._expected.pop(0)] = made
+        return self._answers.pop(settings, None) or self._estimator(workload, settings)
+
+    def close(self) -> None:
+        """Ends what was started and never asked for."""
+        if self._child is not None:
+            child, receiving = self._child
+            receiving.close()
+            child.terminate()
+            child.join()
+        self._child = None
+        self._expected.clear()
+
+    def _received(self, receiving: Connection) -> Estimate | None:
+        """The next answer; None where the child could not trace it, or is gone."""
         try:
             made = receiving.recv()
         except EOFError:
             made = None
-        finally:
-            receiving.close()
-            child.join()
-        return made if isinstance(made, Estimate) else self._estimator(workload, settings)
-
-    def close(self) -> None:
-        """Ends what was started and never asked for."""
-        for child, receiving in self._pending.values():
-            receiving.close()
-            child.terminate()
-            child.join()
-        self._pending.clear()
+        return made if isinstance(made, Estimate) else None
 
 
-def _trace(estimator: Estimator, workload: Workload, settings: StepSettings, receiving: Connection, sending: Connection) -> None:
+def _trace(estimator: Estimator, expected: Sequence[Asked], receiving: Connection, sending: Connection) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it holds copies of the parent's pipes: it must not outlive it
     receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent meets the same error and says it
-    try:
-        sending.send(estimator(workload, settings))
-    except HfoptError:
-        sending.send(None)
+    for workload, settings in expected:
+        try:
+            sending.send(estimator(workload, settings))
+        except HfoptError:
+            sending.send(None)
     sending.close()
 
 

@@ -35,7 +35,7 @@ def current_candidate(subject: Subject) -> Candidate:
 def precisions_of(subject: Subject, device: Device, current: Candidate) -> Precisions:
     facts = NumericFacts(
         family=subject.workload.model_class,
-        weights_dtype=device.weights_dtype(subject.workload) or subject.workload.weights_dtype,
+        weights_dtype=device.stored_in(subject.workload),
         trained_in=device.trained_in(subject.workload),
     )
     return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
@@ -66,8 +66,9 @@ def space_of(subject: Subject, request: Request, device: Device, allowed: Precis
     )
 
 
-def likely(pool: Sequence[Candidate], device: Device, current: Candidate) -> Candidate:
-    """Which trace the search will ask for first: the largest batch, unchecked, in the fastest precision. Who accumulates mostly has to."""
+def likely(pool: Sequence[Candidate], device: Device, current: Candidate) -> tuple[Candidate, ...]:
+    """Which traces the search will ask for first: the largest batch, unchecked, in the fastest precision; who checkpoints all layers mostly
+    has to check some, and who accumulates mostly has to."""
     rate = device.speed.matmul_flops
     accumulates = current.accumulation > 1
 
@@ -75,7 +76,8 @@ def likely(pool: Sequence[Candidate], device: Device, current: Candidate) -> Can
         as_now = (c.accumulation > 1) == accumulates
         return not c.checkpointing.on, rate.get(c.precision, 0.0), as_now, c.per_device_batch, -c.torch_compile, not c.use_liger_kernel
 
-    return max(pool, key=rank)
+    graded = [c for c in pool if c.checkpointing.every_n_layers > 1] if current.checkpointing.on else []
+    return tuple(max(some, key=rank) for some in (pool, graded) if some)
 
 
 def defaults() -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _same_card(key: str, card: str) -> bool:
 
 def _settings(made: Plan) -> str:
     candidate = made.candidate
-    parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision]
+    parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision_words(made.facts.weights_dtype)]
     if candidate.checkpointing.on:
         parts.append(
             "checkpointing" if candidate.checkpointing.every_n_layers == 1 else f"checkpointing/{candidate.checkpointing.every_n_layers}"

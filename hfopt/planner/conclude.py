@@ -19,7 +19,7 @@ from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
-from hfopt.schema import Candidate, Change, Chosen, LoaderPlan, MemoryPeak, Neutrality, PlanFacts, Priced
+from hfopt.schema import Candidate, Change, Chosen, LoaderPlan, MemoryPeak, Neutrality, PlanCharts, PlanFacts, Priced
 from hfopt.search.changes import Outcome, Setting, changes
 from hfopt.search.precision import Precisions
 from hfopt.search.space import Space
@@ -62,11 +62,12 @@ def concluded(course: Course) -> Plan:
         correction=result.correction,
         neutrality=course.neutrality,
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
+        weights_dtype=device.stored_in(subject.workload),
     )
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),
         loaded=subject.loaded,
-        charts=charts(pricing, course.space, winner, device.gpu),
+        charts=charts(pricing, course.space, winner, device.gpu) if course.request.charts else PlanCharts(),
         trial_runs=result.verdict.runs,
     )
 
@@ -128,7 +129,7 @@ def _shapes(course: Course) -> Iterator[str]:
 
 def _generation(course: Course) -> Iterator[str]:
     device, workload = course.device, course.subject.workload
-    dtype = device.weights_dtype(workload) or workload.weights_dtype
+    dtype = device.stored_in(workload)
     yield from generation_notes(
         course.subject, course.pricing.memory(course.result.winner[0]), budget_bytes=device.budget_bytes, dtype=dtype
     )
@@ -137,7 +138,8 @@ def _generation(course: Course) -> Iterator[str]:
 def _failures(course: Course) -> Iterator[str]:
     for trial in course.result.verdict.failed:
         c = trial.candidate
-        yield f"{c.per_device_batch} × {c.accumulation} {c.precision} was predicted to fit and ran out of memory in the dry run: left out"
+        words = f"{c.per_device_batch} × {c.accumulation} {c.precision_words(course.device.stored_in(course.subject.workload))}"
+        yield f"{words} was predicted to fit and ran out of memory in the dry run: left out"
 
 
 def _alternatives(course: Course, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:

@@ -45,12 +45,14 @@ class Device:
             progress=progress,
         )
 
-    def weights_dtype(self, workload: Workload) -> str | None:
-        """What the weights are stored in while training; None where only the model itself knows."""
+    def stored_in(self, workload: Workload) -> str | None:
+        """What the weights are stored in while training; None where nobody knows."""
         from hfopt.workload.recipe import Recipe, weights_dtype
 
         recipe = workload.build_model
-        return str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else None
+        return (
+            str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else workload.weights_dtype
+        )
 
     def trained_in(self, workload: Workload) -> str | None:
         from hfopt.workload.recipe import Recipe

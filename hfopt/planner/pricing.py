@@ -220,10 +220,10 @@ class Pricing:
 
     # ------------------------------------------------------------------------------------------ traces
 
-    def expect(self, candidate: Candidate) -> None:
-        """This one will be asked for: an estimator that can trace beside us may begin."""
+    def expect(self, candidates: Sequence[Candidate]) -> None:
+        """These will be asked for, in this order: an estimator that can trace beside us may begin."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start(*self._traced_as(self.settings(candidate)))
+            self.estimator.start([self._traced_as(self.settings(candidate)) for candidate in candidates])
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates:

@@ -36,7 +36,7 @@ def nothing_fits(subject: Subject, device: Device, pricing: Pricing, found: Foun
     smallest = _smallest(subject, found)
     peak = pricing.memory(smallest)
     lines = list(_remedies(subject, device, pricing, smallest, peak))
-    need = f"even {_words(smallest)} needs {format_bytes(peak.device_bytes)}"
+    need = f"even {_words(smallest, device.stored_in(subject.workload))} needs {format_bytes(peak.device_bytes)}"
     hint = "What would fit:\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
     return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with", hint=hint)
 
@@ -54,7 +54,7 @@ def _smallest(subject: Subject, found: Found) -> Candidate:
 
 def _remedies(subject: Subject, device: Device, pricing: Pricing, smallest: Candidate, peak: MemoryPeak) -> Iterator[str]:
     job = subject.job
-    if (freed := _freed(subject, pricing, smallest)) is not None:
+    if (freed := _freed(subject, device, pricing, smallest)) is not None:
         yield freed
         return
     single = False
@@ -71,7 +71,7 @@ def _remedies(subject: Subject, device: Device, pricing: Pricing, smallest: Cand
         yield f"a card with more memory: {card}"
 
 
-def _freed(subject: Subject, pricing: Pricing, smallest: Candidate) -> str | None:
+def _freed(subject: Subject, device: Device, pricing: Pricing, smallest: Candidate) -> str | None:
     """What was kept may be all that stands in the way."""
     if not subject.job.kept:
         return None
@@ -84,7 +84,7 @@ def _freed(subject: Subject, pricing: Pricing, smallest: Candidate) -> str | Non
             if batch < smallest.per_device_batch or checkpointing.on:
                 limit = pricing.largest_batch(free)
                 if limit is not None and batch <= limit:
-                    return f"{_words(free)} would: leave {', '.join(sorted(subject.job.kept))} free"
+                    return f"{_words(free, device.stored_in(subject.workload))} would: leave {', '.join(sorted(subject.job.kept))} free"
     return None
 
 
@@ -161,6 +161,6 @@ def _larger_card(peak: MemoryPeak, device: Device) -> str | None:
     return f"{', '.join(least[:3])} ({format_bytes(enough[0].memory_bytes)})"
 
 
-def _words(candidate: Candidate) -> str:
+def _words(candidate: Candidate, weights_dtype: str | None) -> str:
     checkpointed = " with checkpointing" if candidate.checkpointing.on else ""
-    return f"a batch of {candidate.per_device_batch} in {candidate.precision}{checkpointed}"
+    return f"a batch of {candidate.per_device_batch} in {candidate.precision_words(weights_dtype)}{checkpointed}"

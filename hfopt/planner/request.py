@@ -43,6 +43,7 @@ class Request:
     link: str | None = None  # nvlink, pcie or network, with a rate or without: network:400Gbit/s
     engine: str | None = None  # a name of `planner.engines`; None: the cheapest that fits
     model_parallel: int = 1  # ranks that share their samples: tensor, sequence, context parallel
+    charts: bool = True  # what a page draws costs dozens of replays: not where nobody draws one
     own_process: bool = False  # nothing else here needs transformers whole, so it may be imported lean
 
     def __post_init__(self) -> None:
@@ -140,11 +141,8 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
     known(job, hardware)
-    if request.own_process:
-        from hfopt.workload.lean import spare_scipy
-
-        spare_scipy()
-    return Subject(job=job, workload=workload_of(job), hardware=hardware, loaded=loaded, repairs=repairs)
+    workload = _lean_workload_of(job) if request.own_process else workload_of(job)
+    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs)
 
 
 def _data_parallel(devices: int, sharing: int) -> int:
@@ -170,6 +168,14 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
     if request.lengths:
         data = replace(data, lengths=request.lengths)
     return replace(job, model=model, data=data, kept=job.kept | request.keep)
+
+
+def _lean_workload_of(job: TrainJob) -> Workload:
+    from hfopt.workload.lean import lean_imports, spare_scipy
+
+    with lean_imports():
+        spare_scipy()
+        return workload_of(job)
 
 
 def workload_of(job: TrainJob) -> Workload:

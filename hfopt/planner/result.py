@@ -106,6 +106,7 @@ class Plan:
             "rejected": [{**_settings(r.candidate), "reason": r.reason} for r in facts.rejected],
             "advice": [dataclasses.asdict(advice) for advice in facts.advice],
             "notes": list(facts.notes),
+            "weights_dtype": facts.weights_dtype,
             "engine": None if facts.engine is None else dataclasses.asdict(facts.engine),
         }
 

@@ -7,12 +7,12 @@ from typing import Literal
 from hfopt.errors import VirtualGpuError
 from hfopt.estimate.context import context_bytes
 from hfopt.planner.request import Progress
-from hfopt.schema import Candidate, Gpu, Hardware, TrainJob, Trial
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, Hardware, TrainJob, Trial
 from hfopt.verify.dryrun import Prepared
 from hfopt.virtual.launch import available
 
 STEPS = 3  # the first has no optimizer state yet, the others have
-CPU_STEPS = 6  # there the fastest of them decides among candidates, and other processes disturb
+CPU_STEPS = 8  # there the fastest of them decides among candidates, and other processes disturb
 Where = Literal["cuda", "cpu", "virtual"]
 
 
@@ -81,7 +81,8 @@ class Tryout:
         if self._where == "virtual" and gpu is not None:
             context = context_bytes(gpu.capability or (8, 0), multiprocessors=gpu.sms)
         steps = CPU_STEPS if self._where == "cpu" else STEPS
-        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, steps=steps)
+        run = REHEARSED_MICRO_BATCHES if self._where == "virtual" else None
+        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, steps=steps, micro_batches=run)
 
 
 def _own_kernels(candidate: Candidate) -> str | None:

@@ -66,7 +66,7 @@ def _measured(facts: PlanFacts) -> str:
     if found.predicted_step_s is not None and found.measured_step_s is not None:
         times = (format_seconds(found.predicted_step_s), format_seconds(found.measured_step_s))
         rows.append(("a step", *times, _off(found.time_error)))
-    where = f"{candidate_words(found.candidate)}, tried on {place_words(trial)}."
+    where = f"{candidate_words(found.candidate, facts.weights_dtype)}, tried on {place_words(trial)}."
     table = html.table(("", "predicted", "measured", "off by"), rows)
     return html.section("Predicted and measured", html.paragraph(where, css="soft"), table) if rows else ""
 
@@ -99,6 +99,6 @@ def _by_batch(facts: PlanFacts, charts: PlanCharts) -> list[str]:
 
 
 def _others(facts: PlanFacts) -> str:
-    rows = [(candidate_words(other.candidate), why_not(other, facts)) for other in facts.alternatives[:_MOST_OTHERS]]
-    rows += [(candidate_words(other.candidate), other.reason) for other in facts.rejected[:_MOST_OTHERS]]
+    rows = [(candidate_words(other.candidate, facts.weights_dtype), why_not(other, facts)) for other in facts.alternatives[:_MOST_OTHERS]]
+    rows += [(candidate_words(other.candidate, facts.weights_dtype), other.reason) for other in facts.rejected[:_MOST_OTHERS]]
     return html.section("What else was tried", html.table(("candidate", "why not"), rows, stack=True)) if rows else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hfopt.schema import Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
@@ -161,6 +161,11 @@ def _tried(trial: Trial, correction: Correction | None) -> Iterator[Line]:
     words = ", ".join(f"{format_bytes(size)} {name}" for name, size in figures.items() if size is not None)
     how = "rehearsed" if trial.device == "virtual" else "measured"
     yield "good", f"  {how} on {place_words(trial)}: {words}"
+    if trial.device == "virtual" and trial.candidate.accumulation > REHEARSED_MICRO_BATCHES:
+        yield (
+            "soft",
+            f"          with {REHEARSED_MICRO_BATCHES} of a step's {trial.candidate.accumulation} micro-batches: later ones repeat",
+        )
     if correction is None or correction.predicted_reserved_bytes is None:
         return
     predicted = format_bytes(correction.predicted_reserved_bytes)
@@ -178,8 +183,8 @@ def place_words(trial: Trial) -> str:
     return {"cuda": "this card", "cpu": "this CPU", "virtual": "the virtual GPU"}[trial.device]
 
 
-def candidate_words(candidate: Candidate) -> str:
-    parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision]
+def candidate_words(candidate: Candidate, weights_dtype: str | None) -> str:
+    parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision_words(weights_dtype)]
     if candidate.checkpointing.on:
         parts.append(candidate.checkpointing.words)
     if candidate.optim:
@@ -196,16 +201,16 @@ def candidate_words(candidate: Candidate) -> str:
 def _others(facts: PlanFacts) -> Iterator[Line]:
     runners_up, refused = facts.alternatives[:RUNNERS_UP], facts.rejected[:REJECTED]
     named = [*(other.candidate for other in runners_up), *(rejection.candidate for rejection in refused)]
-    width = max((len(candidate_words(candidate)) for candidate in named), default=0)
+    width = max((len(candidate_words(candidate, facts.weights_dtype)) for candidate in named), default=0)
     if runners_up:
         yield "title", "Runners-up"
     for other in runners_up:
-        yield "plain", f"  {candidate_words(other.candidate):<{width}}  {why_not(other, facts)}"
+        yield "plain", f"  {candidate_words(other.candidate, facts.weights_dtype):<{width}}  {why_not(other, facts)}"
     if facts.rejected:
         more = f" ({REJECTED} of {len(facts.rejected)})" if len(facts.rejected) > REJECTED else ""
         yield "title", f"Rejected{more}"
     for rejection in refused:
-        yield "plain", f"  {candidate_words(rejection.candidate):<{width}}  {rejection.reason}"
+        yield "plain", f"  {candidate_words(rejection.candidate, facts.weights_dtype):<{width}}  {rejection.reason}"
 
 
 def why_not(other: Priced, facts: PlanFacts) -> str:

@@ -41,11 +41,12 @@ from hfopt.schema.run import (
     Window,
 )
 from hfopt.schema.search import Candidate, Priced, Rejection
-from hfopt.schema.verify import Correction, Neutrality, PhasePeak, Rehearsal, Trial
+from hfopt.schema.verify import REHEARSED_MICRO_BATCHES, Correction, Neutrality, PhasePeak, Rehearsal, Trial
 from hfopt.schema.workload import BatchShape, LengthSpread, Workload
 
 __all__ = [
     "ALLOWABLE",
+    "REHEARSED_MICRO_BATCHES",
     "Advice",
     "BatchPoint",
     "BatchShape",

@@ -63,3 +63,4 @@ class PlanFacts:
     neutrality: Neutrality | None = None
     notes: tuple[str, ...] = ()
     engine: EngineChoice | None = None  # None: one device
+    weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown

@@ -21,6 +21,11 @@ class Candidate:
     torch_compile: bool = False
     use_liger_kernel: bool = False
 
+    def precision_words(self, weights_dtype: str | None) -> str:
+        """What it computes in: without autocast that is what the weights are stored in (None: float32)."""
+        stored = {"bfloat16": "bf16 weights", "float16": "fp16 weights"}.get(weights_dtype or "")
+        return stored if stored is not None and self.precision in ("fp32", "tf32") else self.precision
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Priced:

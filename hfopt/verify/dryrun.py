@@ -34,13 +34,23 @@ class Prepared:
     It serves one candidate. `close` ends it and leaves nothing, used or not.
     """
 
-    def __init__(self, job: TrainJob, *, device: Device, gpu: Gpu | None = None, context_bytes: int = 0, steps: int = 3) -> None:
-        """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there."""
+    def __init__(
+        self,
+        job: TrainJob,
+        *,
+        device: Device,
+        gpu: Gpu | None = None,
+        context_bytes: int = 0,
+        steps: int = 3,
+        micro_batches: int | None = None,
+    ) -> None:
+        """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there.
+        micro_batches: how many of each step are run, with the inputs of all on the device; None: all."""
         self._device: Device = device
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(child.scratch_folder())
             env = _environment(device, gpu, context_bytes, self._folder)
-            self._order = stack.enter_context(_order(job, device, steps, self._folder))
+            self._order = stack.enter_context(_order(job, {"device": device, "steps": steps, "micro_batches": micro_batches}, self._folder))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
                 command = [sys.executable, "-m", "hfopt.verify.worker", str(self._folder)]
@@ -96,12 +106,12 @@ def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Pa
     return env | {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(folder)}
 
 
-def _order(job: TrainJob, device: Device, steps: int, folder: Path) -> IO[bytes]:
+def _order(job: TrainJob, how: Mapping[str, Any], folder: Path) -> IO[bytes]:
     """Writes what is known already, and returns where the candidate goes: a named pipe, open on both ends so that writing never blocks."""
     plain = replace(
         job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides))
     )  # read-only views do not travel
-    (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": device, "steps": steps}))
+    (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, **how}))
     pipe = folder / "candidate"
     os.mkfifo(pipe)
     return os.fdopen(os.open(pipe, os.O_RDWR), "wb", buffering=0)

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.schema import Candidate, Gpu, ModelSpec, TrainJob
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
 from hfopt.units import GIB, MIB
 from hfopt.verify import child, dryrun
-from hfopt.verify.dryrun import dry_run
+from hfopt.verify.dryrun import Prepared, dry_run
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
 CARD = Gpu(name="Virtual A10", memory_bytes=2 * GIB, capability=(8, 6), sms=72)
@@ -42,6 +42,19 @@ def test_on_the_cpu_steps_are_really_run_and_measured(tiny_job: TrainJob, scratc
     assert trial.peak_device_bytes > trial.peak_allocated_bytes > 0
     assert list(scratch.iterdir()) == []
     assert not Path("out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_micro_batches_of_a_step_take_what_all_of_them_take(tiny_job: TrainJob, precision: Precision) -> None:
+    candidate, found = replace(CANDIDATE, accumulation=7, precision=precision), []
+    for some in (None, REHEARSED_MICRO_BATCHES):
+        with Prepared(tiny_job, device="virtual", gpu=CARD, micro_batches=some) as prepared:
+            found.append(prepared.run(candidate, timeout_s=200))
+    whole, two = found
+    assert whole.outcome == "ok", whole.message
+    assert two == whole
 
 
 @pytest.mark.slow

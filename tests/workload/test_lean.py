@@ -1,4 +1,4 @@
-"""transformers imported without scipy, which comes when a loss asks for it."""
+"""transformers imported without scipy and datasets, and with nothing collected meanwhile."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ rows, columns = losses.linear_sum_assignment([[4.0, 1.0], [2.0, 9.0]])
 assert list(columns) == [1, 0] and "scipy" in sys.modules
 assert losses.is_scipy_available()
 """
+
+
+TRAINER = """
+import gc, sys
+from hfopt.workload.lean import lean_imports, spare_datasets
+with lean_imports():
+    assert not gc.isenabled()
+    spare_datasets()
+    from transformers import Trainer
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+assert "datasets" not in sys.modules, "datasets was imported with the Trainer"
+from transformers.utils import is_datasets_available
+from importlib.util import find_spec
+assert is_datasets_available() == (find_spec("datasets") is not None)
+"""
+
+
+@pytest.mark.slow
+def test_the_trainer_comes_without_datasets_and_nothing_is_left_to_complain_at_the_end() -> None:
+    done = subprocess.run([sys.executable, "-c", TRAINER], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -1,0 +1,183 @@
+"""Real optimizer steps of one candidate by the real Trainer on the longest batches, then one evaluation step, measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from hfopt.errors import DryRunError
+from hfopt.schema import Candidate, TrainJob, Workload
+from hfopt.verify.arguments import Device, evaluates, training_arguments
+from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
+from hfopt.workload.batch import with_decoder_inputs
+from hfopt.workload.build import skeleton
+from hfopt.workload.model import from_spec
+
+_OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What the parent asks for."""
+
+    job: TrainJob
+    device: Device
+    steps: int
+    micro_batches: int | None = None  # that are run of each step, with the inputs of all on the device; None: all
+
+
+class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
+    """As many samples as asked; what they are is decided when the batch is made."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], output: Path, clock: StepClock) -> Any:
+    candidate, eval_batch = told
+    run = min(candidate.accumulation, order.micro_batches or candidate.accumulation)
+    fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
+    chosen = training_arguments(
+        order.job,
+        dataclasses.replace(candidate, accumulation=run),
+        device=order.device,
+        steps=order.steps,
+        output_dir=str(output),
+        fields=fields,
+        eval_batch=eval_batch,
+    )
+    args = transformers.TrainingArguments(**chosen)
+    compute_loss = workload.compute_loss
+
+    class DryTrainer(transformers.Trainer):  # type: ignore[misc]
+        """With the workload's own loss, where it has one; it may run a few of a step's micro-batches while it holds all of them."""
+
+        held: Any = None
+
+        def get_batch_samples(self, iterator: Any, count: int, *rest: Any) -> Any:
+            batches, items = super().get_batch_samples(iterator, candidate.accumulation if count == run else count, *rest)
+            self.held = batches[run:]
+            return batches[:run], items
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+            if compute_loss is None:
+                return super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+            loss = compute_loss(model, inputs)
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+        def prediction_step(self, model: Any, inputs: Any, *rest: Any, **options: Any) -> Any:
+            if compute_loss is None:
+                return super().prediction_step(model, inputs, *rest, **options)
+            with torch.no_grad(), self.compute_loss_context_manager():
+                return compute_loss(model, self._prepare_inputs(inputs)).detach(), None, None
+
+    smoothed = bool(args.label_smoothing_factor)
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def collate(samples: list[Any]) -> dict[str, Any]:
+        batch = workload.make_batch(len(samples))
+        return with_decoder_inputs(batch, bare) if smoothed else batch
+
+    window = candidate.per_device_batch * candidate.accumulation
+    trainer = DryTrainer(
+        model=model,
+        args=args,
+        train_dataset=_Samples(window * order.steps),
+        eval_dataset=_Samples(args.per_device_eval_batch_size),
+        data_collator=collate,
+        callbacks=[clock],
+    )
+    if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
+        scaler._init_scale = 1.0  # a step skipped for overflow would allocate no optimizer state
+    return trainer
+
+
+def _build(workload: Workload, device: Device) -> Any:
+    """On a card, parameters appear one by one as `.to("cuda")` would put them: no host memory, no slow initialisation on the host."""
+    if device == "cpu":
+        return workload.build_model()
+    model = skeleton(workload.build_model)
+    _materialise(model, {})
+    return model
+
+
+def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """In the order of nn.Module._apply: children first, then parameters, then buffers; tied parameters once."""
+    for child in module.children():
+        _materialise(child, done)
+    for name, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if id(parameter) not in done:
+            new_data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
+            if new_data.is_floating_point():
+                new_data.normal_(0, 0.02)
+            new = nn.Parameter(new_data, requires_grad=parameter.requires_grad)
+            new.__dict__.update(parameter.__dict__)
+            done[id(parameter)] = parameter, new
+        module._parameters[name] = done[id(parameter)][1]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to("cuda")
+
+
+def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], output: Path) -> dict[str, Any]:
+    """One dry run; `told` waits for the candidate and the batch to evaluate with. Any error but memory's leaves this function."""
+    transformers.logging.set_verbosity_error()
+    if order.device != "cpu" and not torch.cuda.is_available():
+        raise DryRunError("there is no CUDA device here to run on")
+    workload = from_spec(order.job.model, order.job.data, trainer=order.job.trainer)
+    assert transformers.Trainer and transformers.TrainingArguments, "imported now, while there is time"
+    meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
+    clock = StepClock(meter)
+    facts: dict[str, Any] = {"outcome": "ok"}
+    phase = "loading the model"
+    try:
+        model = _build(workload, order.device)
+        candidate, eval_batch = told()
+        if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
+            del model
+            meter.empty()
+            spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
+            workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
+            model = _build(workload, order.device)
+        trainer = _trainer(workload, model, order, (candidate, eval_batch), output, clock)
+        phase = "the training steps"
+        trainer.train()
+        trainer.held = None
+        facts |= meter.peaks()
+        if evaluates(order.job.args):
+            meter.reset()
+            phase = "the evaluation step"
+            trainer.evaluate()
+            facts["eval_peak_reserved_bytes"] = meter.peaks()["peak_reserved_bytes"]
+    except (RuntimeError, MemoryError) as error:
+        if not _is_oom(error):
+            raise
+        facts |= {"outcome": "oom", "message": f"out of memory in {phase}, step {clock.steps + 1}: {brief(error)}", **meter.peaks()}
+    if order.device == "cpu" and len(clock.cpu_s) > 1:
+        facts["cpu_s"] = min(clock.cpu_s[1:])
+    if order.device != "virtual" and len(clock.step_s) > 1:
+        facts |= {"step_s": min(clock.step_s[1:]), "data_wait_s": statistics.median(clock.wait_s[1:])}  # what else runs only adds time
+    return facts
+
+
+def _is_oom(error: BaseException) -> bool:
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in _OOM_WORDS)
+
+
+def brief(error: BaseException) -> str:
+    return str(error).partition(" Including non-PyTorch")[0].partition("\n")[0] or type(error).__name__
