@@ -172,8 +172,9 @@ def _one_core_flops() -> float:
     """Float32, by clock and vector units; 0 where they are not known. Two units of eight multiply-adds a cycle with AVX2 (Intel from
     Haswell, AMD from Zen 2 on); some of those with AVX-512 do twice as much."""
     frequency = psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
-    known = frequency is not None and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return 32 * 1e6 * frequency.current if known else 0.0
+    if frequency is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return 0.0
+    return 32e6 * float(frequency.current)
 
 
 def _host_figures(samples: Sequence[Sample]) -> dict[str, Any]:
