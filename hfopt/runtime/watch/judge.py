@@ -39,7 +39,7 @@ class Judge:
 
     def recent(self, lags: tuple[RankLag, ...]) -> None:
         """The verdict on the last stretch."""
-        if self._unjudged_s >= _NEWS * sum(window.seconds for window in self._recent):
+        if self._recent and self._unjudged_s >= _NEWS * sum(window.seconds for window in self._recent):
             window = merge(list(self._recent))
             if window.seconds < _LEAST_S and window.steps < _LEAST_STEPS:
                 return

@@ -66,3 +66,8 @@ def test_low_utilization_without_a_cause_is_told_once(scene: Scene) -> None:
     idle = window(gpu=card(sm_util=spread(0.12), memory_util=None, power_w=None), mfu=None)
     scene.see(idle, idle, idle)
     assert len(scene.said) == 1 and "12 %" in scene.said[0]
+
+
+def test_a_log_before_the_first_window_is_judged_as_nothing(scene: Scene) -> None:
+    scene.judge.recent(())
+    assert not scene.said
