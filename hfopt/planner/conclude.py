@@ -14,7 +14,7 @@ from hfopt.planner.confirm import Confirmed
 from hfopt.planner.device import Device
 from hfopt.planner.evaluation import eval_batch
 from hfopt.planner.feeding import Feeding
-from hfopt.planner.generation import generation_notes
+from hfopt.planner.generation import check_generation
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
@@ -129,10 +129,9 @@ def _shapes(course: Course) -> Iterator[str]:
 
 def _generation(course: Course) -> Iterator[str]:
     device, workload = course.device, course.subject.workload
-    dtype = device.stored_in(workload)
-    yield from generation_notes(
-        course.subject, course.pricing.memory(course.result.winner[0]), budget_bytes=device.budget_bytes, dtype=dtype
-    )
+    winner, dtype = course.result.winner[0], device.stored_in(workload)
+    peak = course.pricing.memory(winner)
+    yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
 
 
 def _failures(course: Course) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hfopt.planner.generation import Writing
+
 WRITE = """
 import warnings
 warnings.simplefilter("ignore")
@@ -19,6 +21,24 @@ prompts = torch.ones(3, 5, dtype=torch.long, device="cuda")
 for how in (True, False):
     written = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=7, do_sample=how)
     facts[f"sampled {how}"] = [list(written.shape), written[0, 5:].tolist()]
+"""
+
+HOLD = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+import transformers
+shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+for dtype in (torch.float32, torch.bfloat16):
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=4096, pad_token_id=1, **shape)).to("cuda", dtype).eval()
+    prompts = torch.ones(256, 16, dtype=torch.long, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.float32):
+        model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=112, do_sample=True)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    facts[str(dtype)] = [torch.cuda.max_memory_allocated() - before, parameters]
+    del model
 """
 
 KERNEL = """
@@ -50,6 +70,16 @@ def run():
 def test_a_text_is_written_to_its_full_length(on_virtual: Callable[..., Any]) -> None:
     full = [[3, 12], [32] * 7]  # the middle of the vocabulary: never a token that would end it
     assert on_virtual(WRITE) == {"sampled True": full, "sampled False": full}
+
+
+@pytest.mark.virtual_gpu
+@pytest.mark.slow
+def test_what_writing_takes_is_met_by_the_rule_that_plans_it(on_virtual: Callable[..., Any]) -> None:
+    for dtype, (counted, parameters) in on_virtual(HOLD).items():
+        mixed = dtype == "torch.float32"
+        copies = parameters - 4096 * 256 if mixed else 0
+        rule = Writing(layers=4, kv_width=128, vocabulary=4096, copied_weights=copies, key_bytes=4 if mixed else 2, value_bytes=2)
+        assert rule.bytes_for(256, 128) == pytest.approx(counted, rel=0.08), dtype
 
 
 @pytest.mark.virtual_gpu

@@ -1,0 +1,78 @@
+"""GRPO's generation is held against the card: by rule, and the rule against PyTorch's own allocator on the virtual GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfopt.errors import NothingFits
+from hfopt.planner.generation import check_generation, completions_at_once, writing_of
+from hfopt.planner.request import Subject
+from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
+from hfopt.units import MIB
+from hfopt.workload.model import from_spec
+
+GRPO = TrainJob(
+    path=None, section=(), trainer="GRPO", args={}, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4
+)
+STAYS = Breakdown(
+    weights_bytes=20 * MIB,
+    gradients_bytes=0,
+    optimizer_bytes=10 * MIB,
+    activations_bytes=0,
+    logits_bytes=0,
+    temporaries_bytes=0,
+    fragmentation_bytes=0,
+    context_bytes=0,
+)
+PEAK = MemoryPeak(batch=4, allocated_bytes=30 * MIB, reserved_bytes=30 * MIB, context_bytes=0, breakdown=STAYS)
+
+
+@pytest.fixture(scope="module")
+def subject(tiny: Path) -> Subject:
+    workload = from_spec(ModelSpec(name=str(tiny / "llama")), DataSpec(max_length=64), trainer="GRPO")
+    return Subject(job=GRPO, workload=workload, hardware=Any)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("args", "world", "rows"),
+    [({}, 1, 16), ({}, 2, 16), ({"generation_batch_size": 24}, 2, 12), ({"steps_per_generation": 3}, 2, 12)],
+)
+def test_how_many_a_rank_writes_at_once(args: dict[str, Any], world: int, rows: int) -> None:
+    assert completions_at_once(replace(GRPO, args=args, world_size=world)) == rows
+
+
+def test_what_a_token_of_a_completion_takes(subject: Subject) -> None:
+    """Two layers, two heads of 8: 32 numbers of keys and values per token and layer."""
+    mixed, half = (writing_of(subject, precision="bf16", dtype=dtype) for dtype in ("float32", "bfloat16"))
+    assert mixed is not None and half is not None
+    assert (mixed.layers, mixed.kv_width, mixed.key_bytes, mixed.value_bytes) == (2, 16, 4, 2)
+    assert (half.key_bytes, half.value_bytes, half.copied_weights) == (2, 2, 0)
+    assert mixed.copied_weights == subject.workload.parameters - 64 * 16
+    per_token = half.bytes_for(4, 11) - half.bytes_for(4, 10)
+    assert per_token == 4 * (2 * 16 * (2 + 2) + 16 * 2)
+
+
+def test_what_does_not_fit_is_said_with_what_would(subject: Subject) -> None:
+    def said(budget_mib: int, **args: Any) -> list[str]:
+        job = replace(GRPO, args={"num_generations": 4, **args})
+        wide = replace(subject, job=job)
+        return list(check_generation(wide, PEAK, budget_bytes=budget_mib * MIB, precision="fp32", dtype="float32"))
+
+    assert "generating 16 completions" in said(100)[0] and "which fits" in said(100)[0]
+    assert "vLLM" in said(1, use_vllm=True)[0]
+    with pytest.raises(NothingFits, match="nothing fits: generating 65536 completions") as ended:
+        said(100, generation_batch_size=65536)
+    advised = int((ended.value.hint or "").partition("generation_batch_size: ")[2].partition(",")[0])
+    assert advised % 4 == 0 and "which fits" in said(100, generation_batch_size=advised)[0]
+    with pytest.raises(NothingFits):
+        said(100, generation_batch_size=advised + 4)
+    with pytest.raises(NothingFits) as hopeless:
+        said(31)
+    assert "max_completion_length" in (hopeless.value.hint or "")
+    assert (
+        list(check_generation(replace(subject, job=replace(GRPO, trainer="SFT")), PEAK, budget_bytes=1, precision="fp32", dtype=None)) == []
+    )
