@@ -123,6 +123,85 @@ def test_the_files_own_habits_are_kept(before: str, values: dict[str, object], a
     assert text_of(before, **values) == after
 
 
+KWARGS = "gradient_checkpointing_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted", "after"),
+    [
+        ("\n  use_reentrant: true  # why\n  old: 1\n", {"use_reentrant": False, "n": 2}, "\n  use_reentrant: false  # why\n  n: 2\n"),
+        (" {use_reentrant: true, old: 1}\n", {"use_reentrant": True, "n": 1}, " {use_reentrant: true, n: 1}\n"),
+        (" {use_reentrant: true, old: 1}\n", {"use_reentrant": True}, " {use_reentrant: true}\n"),
+        (" {old: 1}\n", {"use_reentrant": True}, " {use_reentrant: true}\n"),
+        ("\n  old: 1\nseed: 1\n", {"use_reentrant": True}, " {use_reentrant: true}\nseed: 1\n"),
+        (" {}\n", {"use_reentrant": True}, " {use_reentrant: true}\n"),
+    ],
+)
+def test_a_mapping_changes_key_by_key_where_the_two_share_one(before: str, wanted: dict[str, object], after: str) -> None:
+    assert text_of(f"{BATCH}: 8\n{KWARGS}:{before}", **{KWARGS: wanted}) == f"{BATCH}: 8\n{KWARGS}:{after}"
+
+
+@pytest.mark.parametrize(
+    ("before", "gone", "after"),
+    [
+        (f"{BATCH}: 8\nseed: &s 3 # x\ndata_seed: *s\n", "seed", f"{BATCH}: 8\ndata_seed: &s 3\n"),
+        (f"{BATCH}: 8\nseed: &s 3\n", "seed", f"{BATCH}: 8\n"),
+        (f"stages:\n- fp16: true\n  {BATCH}: 8\n  seed: 1\n", "fp16", f"stages:\n- {BATCH}: 8\n  seed: 1\n"),
+        (f"training:\n  {BATCH}: 8\nother: 1\n", BATCH, "training:\n  {}\nother: 1\n"),
+        (f"fp16: true\n{BATCH}: 8", BATCH, "fp16: true"),
+        (f"fp16: true\r\n{BATCH}: 8", BATCH, "fp16: true"),
+        (f"fp16: true\nseed: 1\nseed: 2\n{BATCH}: 8\n", "seed", f"fp16: true\n{BATCH}: 8\n"),
+        (f"\ufefffp16: true\n{BATCH}: 8\n", "fp16", f"\ufeff{BATCH}: 8\n"),
+        (f"{{fp16: true, {BATCH}: 8, seed: 1}}", "seed", f"{{fp16: true, {BATCH}: 8}}"),
+        (f"{{fp16: true, {BATCH}: 8, seed: 1}}", "fp16", f"{{{BATCH}: 8, seed: 1}}"),
+        (f"{BATCH}: 8\n", "seed", f"{BATCH}: 8\n"),
+    ],
+)
+def test_a_key_goes_with_its_line_and_nothing_else(before: str, gone: str, after: str) -> None:
+    assert text_of(before, **{gone: None}) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "values", "after"),
+    [
+        (f"{{\n  {BATCH}: 8,\n  seed: 1,\n}}\n", {"optim": "sgd"}, f"{{\n  {BATCH}: 8,\n  seed: 1,\n  optim: sgd,\n}}\n"),
+        (
+            f"{{base: &b {{{BATCH}: 8, learning_rate: 0.1}}, training: *b}}\n",
+            {BATCH: 4, "bf16": True},
+            f"{{base: &b {{{BATCH}: 8, learning_rate: 0.1}}, training: {{<<: *b, {BATCH}: 4, bf16: true}}}}\n",
+        ),
+        (
+            f"{BATCH}: 8\nfp16: TRUE\nbf16: Yes\ntf32: off\n",
+            {"fp16": False, "bf16": False, "tf32": True},
+            f"{BATCH}: 8\nfp16: FALSE\nbf16: No\ntf32: on\n",
+        ),
+        (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("inf")}, f"{BATCH}: 8\nlearning_rate: .inf\n"),
+        (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("-inf")}, f"{BATCH}: 8\nlearning_rate: -.inf\n"),
+        (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("nan")}, f"{BATCH}: 8\nlearning_rate: .nan\n"),
+        (f"{BATCH}: 8\nrun_name: a\n", {"run_name": "2024-99-99"}, f'{BATCH}: 8\nrun_name: "2024-99-99"\n'),  # no date, but YAML tries
+        (f"{BATCH}: 8\nrun_name: a\n", {"run_name": "2024-01-01"}, f'{BATCH}: 8\nrun_name: "2024-01-01"\n'),
+        (f"{BATCH}: 8\nrun_name: 'a'\n", {"run_name": "it's"}, f"{BATCH}: 8\nrun_name: 'it''s'\n"),
+        (f"{BATCH}: 8\nrun_name: 'a'\n", {"run_name": "x\n"}, f'{BATCH}: 8\nrun_name: "x\\n"\n'),
+    ],
+)
+def test_a_value_is_written_as_the_file_would(before: str, values: dict[str, object], after: str) -> None:
+    assert text_of(before, **values) == after
+
+
+def test_a_key_for_a_section_that_is_empty() -> None:
+    loaded = load_bytes(b"training: {}\nother: 1\n", "c.yaml", section="training")
+    done = edit(loaded, [Change(key="bf16", before=None, after=True, reason="a test")])
+    assert done.data == b"training: {bf16: true}\nother: 1\n"
+
+
+def test_what_touches_the_same_place_or_names_no_section_is_refused() -> None:
+    with pytest.raises(ConfigError, match="two changes touch the same place; nothing was changed"):
+        edited(f"training:\n  {BATCH}: 8\n", **{BATCH: None, "bf16": True})
+    with pytest.raises(ConfigError, match="several sections hold TrainingArguments") as refused:
+        edited(f"a:\n  {BATCH}: 8\nb:\n  {BATCH}: 4\n", bf16=True)
+    assert refused.value.hint == "name one with --section"
+
+
 def test_llama_factory_is_written_in_its_own_words() -> None:
     source = f"{BATCH}: 8\nfinetuning_type: full\n"
     assert text_of(source, gradient_checkpointing=False) == f"{source}disable_gradient_checkpointing: true\n"
