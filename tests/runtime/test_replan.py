@@ -122,7 +122,9 @@ def test_more_memory_never_means_smaller_pieces(situation: Situation) -> None:
 def test_the_order_from_cheap_to_dear() -> None:
     scattered = seen(**{**MEASURED, "allocated_bytes": 5 * GIB, "requested_bytes": 1 * GIB})
     assert fragmented(scattered)
-    assert next_step(Situation(failed=candidate(), seen=scattered)).action == "retry_after_clearing"
+    again = next_step(Situation(failed=candidate(), seen=scattered))
+    assert (again.action, again.reason) == ("retry_after_clearing", "2.00 GiB were reserved but scattered: clear and try again")
+    assert next_step(Situation(failed=candidate(2), seen=seen(**MEASURED))).action == "chunk"
     assert next_step(Situation(failed=candidate(), seen=scattered, cleared=True)).action == "chunk"
     one = candidate(1, 64)
     assert next_step(Situation(failed=one, seen=seen(**MEASURED), can_checkpoint=True)).action == "checkpointing"
@@ -139,6 +141,8 @@ def test_the_largest_divisor_that_fits_is_taken_and_not_half() -> None:
     assert next_size(candidate(12), seen(**MEASURED))[0] == 6
     tight = {**MEASURED, "allocated_bytes": 20 * GIB, "requested_bytes": 4 * GIB}
     assert next_size(candidate(12), seen(**tight))[0] == 3  # 23 GiB for 12: 7 GiB hold 3.65 samples
+    exact = {**MEASURED, "allocated_bytes": 14 * GIB, "requested_bytes": 2 * GIB, "baseline_bytes": 0}
+    assert next_size(candidate(4), seen(**exact))[0] == 2  # 16 GiB for 4: 2 fill the 8 GiB to the byte
     assert next_size(candidate(12), seen())[0] == 6  # nothing known: half
     assert next_size(candidate(7), seen())[0] == 1
 
@@ -161,7 +165,8 @@ def test_what_depends_on_the_batch_keeps_it() -> None:
     assert kept.candidate is not None
     assert kept.candidate.per_device_batch == 16
     assert next_step(Situation(failed=candidate(), seen=seen(**MEASURED), refusal=CONTRASTIVE)).action == "give_up"
-    packed = next_step(Situation(failed=candidate(), seen=seen(**MEASURED), refusal=PACKED))
+    ragged = Refusal(name="ragged", reason="samples of several shapes")  # not bound to the batch unless it says so
+    packed = next_step(Situation(failed=candidate(), seen=seen(**MEASURED), refusal=ragged))
     assert packed.action == "restart"
     assert packed.candidate is not None
     assert packed.candidate.per_device_batch == 8
@@ -198,3 +203,8 @@ def test_what_stays_may_leave_no_room_at_all() -> None:
     said = next_step(Situation(failed=one, seen=seen(**full, length=512))).smallest_change
     assert said is not None and said.startswith("adapters (LoRA) or a smaller optimizer state") and "1.00 GiB" in said
     assert next_step(Situation(failed=one, seen=seen(**MEASURED))).smallest_change == "at least 1.00 GiB more memory"
+    unknown = {**MEASURED, "allocated_bytes": 14 * GIB, "baseline_bytes": None}
+    shorter = next_step(Situation(failed=one, seen=seen(**unknown, length=512))).smallest_change
+    assert shorter is not None and "at most about 256 tokens (this one has 512)" in shorter  # half, for 16 GiB were needed of 8
+    scattered = {**MEASURED, "allocated_bytes": 2 * GIB}
+    assert next_step(Situation(failed=one, seen=seen(**scattered), cleared=True)).smallest_change == "at least 1 B more memory"
