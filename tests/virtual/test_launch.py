@@ -169,6 +169,23 @@ facts["given_back"] = torch.cuda.mem_get_info()[0] - before
     assert facts["given_back"] == facts["reserved"] >= 2**28
 
 
+@pytest.mark.virtual_gpu
+def test_a_child_forked_before_the_card_is_touched_uses_it(on_virtual: Callable[..., Any]) -> None:
+    code = """
+import os, torch
+reading, writing = os.pipe()
+if not os.fork():
+    x = torch.ones(2**20, device="cuda").cumsum(0)
+    os.write(writing, str(torch.cuda.memory_allocated()).encode())
+    os._exit(0)
+os.close(writing)
+facts["in_the_child"] = int(os.read(reading, 100) or 0)
+os.wait()
+facts["here"] = torch.ones(8, device="cuda").numel()
+"""
+    assert on_virtual(code) == {"in_the_child": 4 * 2**20, "here": 8}
+
+
 def test_only_nvidia_cards_and_a_sane_count() -> None:
     with pytest.raises(VirtualGpuError, match="NVIDIA cards only"):
         environment(Gpu(name="Radeon", vendor="amd", memory_bytes=GIB))
