@@ -1,39 +1,50 @@
 """Do plans keep their promise? Random (model, card, config) draws are planned with the default headroom, then run on the virtual GPU.
 
-    python benchmarks/plan_safety.py [--draws 200] [--seed 0] [--log draws.jsonl]
+    python benchmarks/plan_safety.py [--draws 200] [--seed 0] [--log draws.jsonl] [--keep FOLDER] [--beyond]
 
 Each draw is a YAML with a model of the bundled table, a length, an effective batch, an optimizer, perhaps LoRA; and a card.
-The plan is made with `hfopt.plan` (no dry run), then its candidate runs three whole optimizer steps and an evaluation with the real Trainer
-and PyTorch's own CUDA allocator on the virtual GPU of that card: an out-of-memory error there is a broken promise.
+The plan is made with `hfopt.plan` (no dry run), then its candidate runs two whole optimizer steps with the real Trainer and PyTorch's own
+CUDA allocator on the virtual GPU of that card (the product's own worker, forked by `forked_runs.py`): an out-of-memory error there is a
+broken promise. While one draw runs, the next is planned.
 `used_share` is the peak on the card over what the card gives a program. `used_share_mean` is over the draws where the effective batch
 allows to fill the card: with the chosen precision and checkpointing, some exact divisor of it is predicted to take 85 % or more and fits.
-With --log finished draws are kept, and a second run goes on where the first was stopped. The last line is one JSON object.
+Beside it stand the plain means over the draws that may trade batch for accumulation, and over all.
+With --log finished draws are kept, and a second run goes on where the first was stopped; with --keep also traces and runs, for a second
+run with a changed planner. The last line is one JSON object.
 What this rests on: the virtual GPU (real allocator, no real kernels); cuDNN's inner workspaces are not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import pickle
 import random
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from forked_runs import ForkedRuns
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.estimate.context import context_bytes
+from hfopt.estimate.memory import estimate
 from hfopt.hardware.detect import named
-from hfopt.planner import plan
+from hfopt.planner import Plan, plan
+from hfopt.planner.ahead import Estimator
 from hfopt.schema import Candidate
-from hfopt.verify.dryrun import dry_run
 
 FILLED = 0.85
+AHEAD = 8  # plans that may wait for the card
+BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 CARDS = (
     "rtx 3060",
     "rtx 4060",
@@ -74,6 +85,30 @@ MODELS: tuple[tuple[str, str], ...] = (
     ("deit-small-patch16-224", "image_classification"),
     ("convnext-tiny-224", "image_classification"),
 )
+BEYOND: tuple[tuple[str, str], ...] = (
+    ("phi-1_5", "causal_lm"),
+    ("gemma-3-270m", "causal_lm"),
+    ("gemma-2-2b", "causal_lm"),
+    ("bloom-560m", "causal_lm"),
+    ("pythia-410m", "causal_lm"),
+    ("gpt-neo-125m", "causal_lm"),
+    ("Qwen3-0.6B", "causal_lm"),
+    ("SmolLM2-360M", "causal_lm"),
+    ("ModernBERT-base", "sequence_classification"),
+    ("xlm-roberta-base", "token_classification"),
+    ("all-mpnet-base-v2", "sequence_classification"),
+    ("flan-t5-base", "seq2seq_lm"),
+    ("mt5-small", "seq2seq_lm"),
+    ("resnet-50", "image_classification"),
+    ("swin-tiny-patch4-window7-224", "image_classification"),
+    ("dinov2-base", "image_classification"),
+    ("segformer-b0-finetuned-ade-512-512", "semantic_segmentation"),
+    ("wav2vec2-base", "audio_classification"),
+    ("whisper-tiny", "speech_seq2seq"),
+)
+"""Not part of the 200 draws: other families of the table, for `--beyond`."""
+TEXT_TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "causal_lm", "seq2seq_lm")
+NO_CHECKPOINTING = ("albert-base-v2", "convnext-tiny-224", "resnet-50")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +118,10 @@ class Draw:
     config: dict[str, Any]
 
 
-def draw(number: int, seed: int) -> Draw:
+def draw(number: int, seed: int, models: Sequence[tuple[str, str]] = MODELS) -> Draw:
     """The draw of that number: the same for the same seed, whatever was drawn before."""
     dice = random.Random(f"{seed}/{number}")
-    model, task = dice.choice(MODELS)
+    model, task = dice.choice(models)
     effective = dice.choice(EFFECTIVE_BATCHES)
     batch = dice.choice([size for size in (1, 2, 3, 4, 6, 8, 12) if effective % size == 0])
     config: dict[str, Any] = {
@@ -96,48 +131,83 @@ def draw(number: int, seed: int) -> Draw:
         "gradient_accumulation_steps": effective // batch,
         "optim": dice.choice(["adamw_torch", "adamw_torch_fused", "adafactor", "sgd"]),
         "max_grad_norm": dice.choice([1.0, 1.0, 0.0]),
-        "gradient_checkpointing": dice.random() < 0.2 and model not in ("albert-base-v2", "convnext-tiny-224"),
+        "gradient_checkpointing": dice.random() < 0.2 and model not in NO_CHECKPOINTING,
         "output_dir": "out",
     }
-    if task != "image_classification":
+    if task in TEXT_TASKS:
         config["max_seq_length"] = dice.choice(TEXT_LENGTHS)
     if task == "causal_lm" and dice.random() < 0.4:
         config |= {"use_lora": True, "lora_r": dice.choice([8, 16]), "lora_target_modules": "all-linear"}
     return Draw(number=number, card=dice.choice(CARDS), config=config)
 
 
-def try_out(drawn: Draw, timeout_s: float) -> dict[str, Any]:
-    """Plans the draw, runs the plan on the virtual card and returns what happened."""
-    gpu = named(drawn.card).smallest
-    assert gpu is not None
+class Kept:
+    """Traces by (model, settings) and runs by (config, card, candidate), kept in a folder between draws and between calls."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, key: object, make: Callable[[], Any], *, good: Callable[[Any], bool] = lambda made: True) -> Any:
+        if self._folder is None:
+            return make()
+        path = self._folder / hashlib.sha256(repr(key).encode()).hexdigest()
+        if path.exists():
+            return pickle.loads(path.read_bytes())
+        made = make()
+        if good(made):
+            path.write_bytes(pickle.dumps(made))
+        return made
+
+    def estimator(self, config: dict[str, Any]) -> Estimator:
+        model = sorted((key, value) for key, value in config.items() if key not in ("output_dir", *BATCH_KEYS))
+        return lambda workload, settings: self.get((model, settings), lambda: estimate(workload, settings))
+
+
+def planned(drawn: Draw, kept: Kept) -> tuple[dict[str, Any], Plan | None]:
+    """What the planner says; a plan where there is one."""
     result: dict[str, Any] = {"number": drawn.number, "card": drawn.card, **drawn.config}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "train.yaml"
         path.write_text(yaml.safe_dump(drawn.config))
         try:
-            made = plan(path, gpu=drawn.card, dry_run=False)
+            made = plan(path, gpu=drawn.card, dry_run=False, estimator=kept.estimator(drawn.config))
         except NothingFits as answer:
-            return result | {"outcome": "nothing fits", "message": str(answer)}
+            return result | {"outcome": "nothing fits", "message": str(answer)}, None
         except HfoptError as error:
-            return result | {"outcome": "refused", "message": str(error)}
+            return result | {"outcome": "refused", "message": str(error)}, None
+    return result | {"plan_s": round(time.perf_counter() - began, 1)}, made
+
+
+def tried(drawn: Draw, made: Plan, runs: ForkedRuns, kept: Kept, timeout_s: float) -> dict[str, Any]:
+    """The plan's candidate on the virtual card."""
+    gpu = named(drawn.card).smallest
+    assert gpu is not None
     facts, candidate = made.facts, made.candidate
-    result["plan_s"] = round(time.perf_counter() - began, 1)
     context = context_bytes(gpu.capability, multiprocessors=gpu.sms)
-    trial = dry_run(facts.job, candidate, device="virtual", gpu=gpu, context_bytes=context, timeout_s=timeout_s, steps=2)
+    trial = kept.get(
+        (sorted(drawn.config.items()), gpu, candidate),
+        lambda: runs.run(facts.job, candidate, gpu=gpu, context_bytes=context, timeout_s=timeout_s),
+        good=lambda made: made["outcome"] in ("ok", "oom"),
+    )
     usable = gpu.usable_bytes or gpu.memory_bytes
     fitting = [(facts.after.candidate, facts.after.memory), *((one.candidate, one.memory) for one in facts.alternatives)]
     fullest = max(memory.device_bytes for other, memory in fitting if _same_settings(other, candidate))
-    return result | {
-        "outcome": trial.outcome,
-        "message": trial.message,
+    return {
+        "outcome": trial["outcome"],
+        "message": trial.get("message"),
         "batch": candidate.per_device_batch,
         "precision": candidate.precision,
         "checkpointing": candidate.checkpointing.every_n_layers,
         "predicted_reserved": facts.after.memory.reserved_bytes,
-        "measured_reserved": trial.peak_reserved_bytes,
-        "used_share": (trial.peak_device_bytes or 0) / usable,
+        "predicted_share": facts.after.memory.device_bytes / usable,
+        "measured_reserved": trial.get("peak_reserved_bytes"),
+        "used_share": (trial.get("peak_device_bytes") or 0) / usable,
         "could_be_filled": fullest >= FILLED * usable,
+        "may_trade": facts.neutrality is None or facts.neutrality.neutral,
+        "whole": candidate.accumulation == 1,
     }
 
 
@@ -154,6 +224,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         if one["outcome"] == "ok" and one["measured_reserved"]
     ]
     shares = [one["used_share"] for one in ran if one["outcome"] == "ok"]
+    trading = [one["used_share"] for one in ran if one["outcome"] == "ok" and one["may_trade"]]
     return {
         "draws": len(results),
         "ran": len(ran),
@@ -163,6 +234,8 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
         "failed": sum(one["outcome"] in ("error", "timeout") for one in results),
         "could_be_filled": len(filled),
         "used_share_mean": round(statistics.fmean(filled), 4) if filled else None,
+        "may_trade": len(trading),
+        "used_share_mean_of_those_that_may_trade": round(statistics.fmean(trading), 4) if trading else None,
         "used_share_mean_of_all": round(statistics.fmean(shares), 4) if shares else None,
         "reserved_median_pct": round(statistics.median(errors), 3) if errors else None,
         "reserved_max_pct": round(max(errors), 2) if errors else None,
@@ -174,22 +247,42 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="finished draws are kept here, one JSON object a line")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for traces and runs; a new one after a change to hfopt/estimate, workload, verify or virtual"
+    )
+    parser.add_argument("--only", type=int, nargs="+", help="these draws alone")
+    parser.add_argument("--beyond", action="store_true", help="models beyond the list the draws are defined by")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run on the virtual GPU")
     options = parser.parse_args()
     results = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log and options.log.exists() else []
     done = {one["number"] for one in results}
-    for number in range(options.draws):
-        if number in done:
-            continue
-        result = try_out(draw(number, options.seed), options.timeout)
+    kept = Kept(options.keep)
+    first_card = named(CARDS[0]).smallest
+    assert first_card is not None
+
+    def finish(result: dict[str, Any], run: Future[dict[str, Any]] | None) -> None:
+        result |= {} if run is None else run.result()
         results.append(result)
         if options.log:
             with options.log.open("a") as log:
                 log.write(json.dumps(result) + "\n")
         sys.stderr.write(
-            f"{number:4} {result['card']:<12} {result['model_name_or_path']:<28} {result['outcome']:<12} batch {result.get('batch', '-')} "
-            f"used {100 * result.get('used_share', 0):.0f} % {result.get('message') or ''}\n"
+            f"{result['number']:4} {result['card']:<12} {result['model_name_or_path']:<28} {result['outcome']:<12} "
+            f"batch {result.get('batch', '-')} used {100 * result.get('used_share', 0):.0f} % {result.get('message') or ''}\n"
         )
+
+    waiting: list[tuple[dict[str, Any], Future[dict[str, Any]] | None]] = []
+    with ForkedRuns(first_card) as runs, ThreadPoolExecutor(max_workers=1) as pool:
+        for number in options.only or range(options.draws):
+            if number in done:
+                continue
+            drawn = draw(number, options.seed, BEYOND if options.beyond else MODELS)
+            result, made = planned(drawn, kept)
+            waiting.append((result, None if made is None else pool.submit(tried, drawn, made, runs, kept, options.timeout)))
+            while waiting and (len(waiting) > AHEAD or waiting[0][1] is None or waiting[0][1].done()):
+                finish(*waiting.pop(0))
+        for one in waiting:
+            finish(*one)
     print(json.dumps(summary(results)))
 
 
