@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hfopt.estimate.memory import MemoryCurve, estimate
+from hfopt.estimate.curve import MemoryCurve
+from hfopt.estimate.memory import estimate
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 from hfopt.units import MIB
 from hfopt.workload.model import from_spec

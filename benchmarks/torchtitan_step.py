@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.depth import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.memory import MemoryCurve
 from hfopt.estimate.ranks.fsdp import local
 from hfopt.estimate.ranks.recorder import ShardRecorder
 from hfopt.estimate.ranks.world import fake_world

@@ -6,11 +6,13 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from hfopt.errors import ConfigError, NothingFits
+from hfopt.estimate.curve import MemoryCurve, Replay
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.algorithm import plan_subject
@@ -148,6 +150,31 @@ def test_a_config_that_does_not_fit_is_repaired_and_said_so(tmp_path: Path, mode
     assert not result.facts.before.fits and result.facts.after.fits
     assert result.facts.after.memory.device_bytes <= result.facts.budget_bytes
     assert "DOES NOT FIT" in result.report()
+
+
+def test_a_batch_that_reserves_more_than_larger_ones_is_left_out(tmp_path: Path, model: Path) -> None:
+    """The winner of an even curve does not fit where its own batch has a hole: the limit alone would take it again."""
+    path, wishes = (
+        write(tmp_path, model, per_device_train_batch_size=96),
+        Request(gpu=CARD, dry_run=False, allow=frozenset({"accumulation"})),
+    )
+    even = plan(path, wishes, estimator=remembered)
+    full = even.candidate.per_device_batch
+
+    class Holed(MemoryCurve):
+        def replay(self, batch: int, *rest: Any, **options: Any) -> Replay:
+            found = super().replay(batch, *rest, **options)
+            return replace(found, reserved_bytes=even.facts.budget_bytes) if batch == full else found
+
+    def holed(workload: Workload, settings: StepSettings) -> Estimate:
+        found = remembered(workload, settings)
+        return replace(found, curve=Holed(found.curve.timeline, found.curve.context_bytes, goes_on=found.curve.goes_on))
+
+    facts = plan(path, wishes, estimator=holed).facts
+    assert facts.after.candidate.per_device_batch != full
+    for one in (facts.after, *facts.alternatives):
+        assert one.memory.device_bytes <= facts.budget_bytes and one.candidate.per_device_batch != full
+    assert any(r.candidate == even.candidate and "more is kept in the cache" in r.reason for r in facts.rejected)
 
 
 def test_more_devices_share_the_batch(tmp_path: Path, model: Path) -> None:

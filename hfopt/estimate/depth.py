@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hfopt.estimate.allocator_options import AllocatorOptions
+from hfopt.estimate.curve import MemoryCurve, Replay
 from hfopt.estimate.envelope import running_lines
-from hfopt.estimate.memory import MemoryCurve, Replay
 from hfopt.schema import Breakdown, MemoryPeak, OpCost, Workload
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from hfopt.estimate.context import context_bytes
+from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.memory import TRACED_BATCHES, MemoryCurve
+from hfopt.estimate.memory import TRACED_BATCHES
 from hfopt.estimate.preparation import prepared
 from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import combine

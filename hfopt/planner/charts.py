@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from hfopt.estimate.breakdown import live_over_time
-from hfopt.estimate.memory import MemoryCurve
+from hfopt.estimate.curve import MemoryCurve
 from hfopt.planner.pricing import Pricing
 from hfopt.schema import BatchPoint, Candidate, Checkpointing, Gpu, PlanCharts, TimelinePoint
 from hfopt.search.space import Space, divisors

@@ -12,7 +12,8 @@ from typing import Any
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.estimate.context import context_bytes
-from hfopt.estimate.memory import Estimate, MemoryCurve, estimate
+from hfopt.estimate.curve import MemoryCurve
+from hfopt.estimate.memory import Estimate, estimate
 from hfopt.hardware.detect import named
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import Request, Subject, from_file

@@ -142,13 +142,14 @@ def _failures(course: Course) -> Iterator[str]:
 
 
 def _alternatives(course: Course, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
-    """The runners-up with their memory, fed by the winner's loader so that their rates compare with its own."""
+    """The runners-up that fit at their own batch, fed by the winner's loader so that their rates compare with its own."""
     winner = course.result.winner[0]
     others = [pair for pair in course.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
     memories = course.pricing.nearest_memories([candidate for candidate, _ in others])
     return tuple(
         Priced(candidate=candidate, memory=memory, time=feeding.fed(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
+        if memory.device_bytes <= course.device.budget_bytes
     )
 
 

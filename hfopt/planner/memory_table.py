@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfopt.config.step import full_checkpointing, step_settings
-from hfopt.estimate.memory import MemoryCurve, estimate
+from hfopt.estimate.curve import MemoryCurve
+from hfopt.estimate.memory import estimate
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.schema import (
     BatchShape,
@@ -72,7 +73,7 @@ def memory_table(
         seconds += result.seconds
         notes += [note for note in result.notes if note not in notes]
         progress("replaying the allocator …")
-        largest[way.on] = result.curve.largest_batch(available) if available is not None else None
+        largest[way.on] = result.curve.largest_batch(available, giving_back=True) if available is not None else None
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
             is_asked = size == job.per_device_batch and way == settings.checkpointing
             rows.append(_row(result.curve, size, way, available, is_asked=is_asked))
@@ -97,7 +98,7 @@ def _row(curve: MemoryCurve, batch: int, checkpointing: Checkpointing, available
     peak = curve.peak(batch)
     if available is None:
         return MemoryRow(peak=peak, checkpointing=checkpointing, fits=None, spare_bytes=None, asked=is_asked)
-    fits = curve.fits(batch, available)
+    fits = curve.fits(batch, available, giving_back=True)
     if fits and peak.device_bytes > available:
         peak = _within(peak, curve.replay(batch, capacity_bytes=available - peak.context_bytes).reserved_bytes)
     return MemoryRow(peak=peak, checkpointing=checkpointing, fits=fits, spare_bytes=available - peak.device_bytes, asked=is_asked)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hfopt.estimate.memory import Estimate, MemoryCurve
+from hfopt.estimate.curve import MemoryCurve
+from hfopt.estimate.memory import Estimate
 from hfopt.estimate.speed import Speed
 from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.planner.ahead import Ahead, Estimator
@@ -166,8 +167,11 @@ class Pricing:
             by_settings.setdefault(self._any_accumulation(candidate) or self.settings(candidate), []).append(candidate)
         found: dict[Candidate, MemoryPeak] = {}
         for settings, alike in by_settings.items():
-            peaks = self._estimate(settings).curve.peaks([candidate.per_device_batch for candidate in alike])
-            found.update((candidate, self._adjusted(peak, candidate)) for candidate, peak in zip(alike, peaks, strict=True))
+            curve = self._estimate(settings).curve
+            for candidate, peak in zip(alike, curve.peaks([one.per_device_batch for one in alike]), strict=True):
+                near = self._adjusted(peak, candidate)
+                over = near.device_bytes > self.budget_bytes  # by a few per mille of the interpolation, or truly
+                found[candidate] = self._adjusted(curve.peak(peak.batch), candidate) if over else near
         return tuple(found[candidate] for candidate in candidates)
 
     def nearest_device_bytes(self, candidate: Candidate, batches: Sequence[int]) -> tuple[int, ...]:
@@ -193,8 +197,9 @@ class Pricing:
         return 4 * self.workload.trainable_parameters // (sharding.world_size if sharding is not None and divided else 1)
 
     def fits(self, candidate: Candidate) -> bool:
-        limit = self._limit(self.settings(candidate), self._held_bytes(candidate))
-        return limit is not None and candidate.per_device_batch <= limit
+        """By its own trace at its own batch: a limit does not hold for every batch below it."""
+        curve = self.estimate(candidate).curve
+        return curve.fits(candidate.per_device_batch, self._budget_of(curve, -self._held_bytes(candidate)))
 
     def estimate(self, candidate: Candidate) -> Estimate:
         return self._estimate(self.settings(candidate))
@@ -277,10 +282,14 @@ class Pricing:
     def _largest(self, settings: StepSettings, more_bytes: int, share: float = 1.0) -> int | None:
         """The largest batch by this trace, with so many bytes more than the budget and where only this share of what it takes counts."""
         curve = self._estimate(settings).curve
+        return curve.largest_batch(self._budget_of(curve, more_bytes, share))
+
+    def _budget_of(self, curve: MemoryCurve, more_bytes: int, share: float = 1.0) -> int:
+        """The budget as this curve counts: without what is added to it, and as a trial corrected it."""
         room = int((self.budget_bytes - self.offset_bytes + more_bytes) / share) - curve.context_bytes
         if self._correction is not None:
             room = self._correction.predicted_room_bytes(room)
-        return curve.largest_batch(room + curve.context_bytes)
+        return room + curve.context_bytes
 
     def _gradient_bytes(self, settings: StepSettings) -> int:
         breakdown = self._estimates[settings].curve.peak(1).breakdown

@@ -1,20 +1,23 @@
 """Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
 
 A candidate waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back;
-at the front again it is checked for memory. What surely does not fit is never priced. The first that fits is the best; everything whose
-bound lies above it, ties included, is left unpriced. With true bounds the answer is that of an exhaustive search.
+at the front again it is held against its settings' largest batch. What surely does not fit is never priced. The first that fits is the
+best; everything whose bound lies above it, ties included, is left unpriced. With true bounds the answer is that of an exhaustive search.
+
+What a batch reserves does not always grow with it, so that the winner is asked once more, for its own batch; one that does not fit is left
+out and the search made again, with all prices at hand.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from hfopt.schema import Candidate, Rejection, StepTime
-from hfopt.search.feasible import split
+from hfopt.search.feasible import hole_reason, split
 from hfopt.search.rank import TIE, rank
 
 
@@ -29,6 +32,9 @@ class Models(Protocol):
 
     def largest_batch(self, candidate: Candidate) -> int | None:
         """The largest batch that fits with its settings; may trace."""
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Does it fit at its very batch? May trace."""
 
     def known(self, candidate: Candidate) -> bool:
         """Both answers are at hand without a trace."""
@@ -48,6 +54,16 @@ class Found:
 
 def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Candidate | None = None) -> Found:
     """The candidates that fit in their order, and the others with their reasons."""
+    left_out: list[Rejection] = []
+    while True:
+        out = {one.candidate for one in left_out}
+        found = _searched([one for one in candidates if one not in out], models, budget_bytes, current)
+        if not found.ranked or models.fits(winner := found.ranked[0][0]):
+            return replace(found, rejected=(*left_out, *found.rejected))
+        left_out.append(Rejection(candidate=winner, reason=hole_reason(winner, budget_bytes)))
+
+
+def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int, current: Candidate | None) -> Found:
     heap = [(models.bound_s(candidate), False, index) for index, candidate in enumerate(candidates)]
     heapq.heapify(heap)
     fitting: dict[Candidate, StepTime] = {}

@@ -36,6 +36,11 @@ def _reason(candidate: Candidate, limit: int | None, budget_bytes: int) -> str:
     return f"batch {candidate.per_device_batch} does not fit into {budget}: at most {limit} with these settings"
 
 
+def hole_reason(candidate: Candidate, budget_bytes: int) -> str:
+    """For one that its settings' largest batch would let in."""
+    return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at this batch more is kept in the cache"
+
+
 def budget_bytes(free_bytes: int, headroom: float) -> int:
     """What may be planned with: the free memory less a share kept for what no estimate sees (longer samples, other processes)."""
     if not 0 <= headroom < 1:

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from hfopt.estimate.allocator import CachingAllocator
-from hfopt.estimate.memory import estimate, replay_events
+from hfopt.estimate.curve import replay_events
+from hfopt.estimate.memory import estimate
 from hfopt.schema import Gpu, LengthSpread, StepSettings, Workload
 from hfopt.units import GIB
 

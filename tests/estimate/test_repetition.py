@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.memory import MemoryCurve, estimate
+from hfopt.estimate.memory import estimate
 from hfopt.estimate.preparation import prepared
 from hfopt.estimate.repetition import ThirdStep
 from hfopt.estimate.session import Tracer

@@ -28,6 +28,12 @@ class Arithmetic:
     slack: float
     hopeless: frozenset[Group] = frozenset()
     traced: set[Group] = field(default_factory=set)
+    holes: frozenset[int] = frozenset()  # batches that do not fit although larger ones do
+    asked: list[Candidate] = field(default_factory=list)
+
+    def fits(self, candidate: Candidate) -> bool:
+        self.asked.append(candidate)
+        return candidate.per_device_batch not in self.holes
 
     def group(self, candidate: Candidate) -> Group:
         return candidate.precision, candidate.checkpointing.every_n_layers
@@ -66,6 +72,7 @@ MODELS = st.builds(
     speed=st.fixed_dictionaries({g: st.floats(1, 10) for g in GROUPS}),
     limit=st.fixed_dictionaries({g: st.one_of(st.none(), st.integers(1, 200)) for g in GROUPS}),
     slack=st.floats(0, 1),
+    holes=st.frozensets(st.integers(1, 200)),
 )
 
 
@@ -74,12 +81,13 @@ MODELS = st.builds(
 def test_the_first_is_as_good_as_an_exhaustive_search_finds(effective: int, models: Arithmetic) -> None:
     pool = every(effective)
     found = best_first(pool, models, 1 << 30)
-    fitting = [c for c in pool if (models.largest_batch(c) or 0) >= c.per_device_batch]
+    within = [c for c in pool if (models.largest_batch(c) or 0) >= c.per_device_batch]
+    fitting = [c for c in within if c.per_device_batch not in models.holes]
     if not fitting:
         assert not found.ranked
         return
     assert found.ranked[0][1].step_s <= min(models.exact_s(c) for c in fitting) * (1 + TIE)
-    assert {c for c, _ in found.ranked} <= set(fitting)
+    assert {c for c, _ in found.ranked} <= set(within) and found.ranked[0][0] in fitting
 
 
 @given(st.integers(1, 200), MODELS)
@@ -116,3 +124,14 @@ def test_what_surely_does_not_fit_is_not_traced() -> None:
     assert ("bf16", 2) not in models.traced
     refused = [r.reason for r in found.rejected if r.candidate.checkpointing.every_n_layers == 2 and r.candidate.precision == "bf16"]
     assert refused and all("not even one sample" in reason for reason in refused)
+
+
+def test_the_winner_fits_at_its_own_batch_and_nobody_else_is_asked() -> None:
+    """The largest batch is 38, but 36 of it does not fit: the next best is taken."""
+    models = Arithmetic(speed=dict.fromkeys(GROUPS, 1.0), limit=dict.fromkeys(GROUPS, 38), slack=1.0, holes=frozenset({36}))
+    pool = [c for c in every(72) if (c.precision, c.checkpointing.every_n_layers) == ("bf16", 0)]
+    found = best_first(pool, models, 1 << 30)
+    assert found.ranked[0][0].per_device_batch == 24
+    assert [c.per_device_batch for c in models.asked] == [36, 24]
+    reason = next(r.reason for r in found.rejected if r.candidate.per_device_batch == 36)
+    assert reason == "batch 36 does not fit into 1.00 GiB: at this batch more is kept in the cache"

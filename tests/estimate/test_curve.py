@@ -1,0 +1,57 @@
+"""What fits is all that is reserved, at the very batch: not what survives by giving cached memory back, nor below what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hfopt.estimate.curve import MemoryCurve
+from hfopt.estimate.timeline import Timeline
+from hfopt.estimate.trace import Where
+from hfopt.units import MIB
+
+CONTEXT = 100 * MIB
+
+
+def curve_of(events: Sequence[tuple[int, int, int] | int]) -> MemoryCurve:
+    """Each event takes a block of `constant + slope × batch` MiB, or frees one."""
+    takes = [(event, 0, 0) if isinstance(event, int) else event for event in events]
+    timeline = Timeline(
+        blocks=np.array([block for block, _, _ in takes]),
+        is_free=np.array([isinstance(event, int) for event in events]),
+        constants=np.array([constant * MIB for _, constant, _ in takes], dtype=float),
+        slopes=np.array([slope * MIB for _, _, slope in takes], dtype=float),
+        places=[Where("forward", "model", "op")],
+        place_of=np.zeros(len(takes), dtype=np.int64),
+        categories={},
+        marks={},
+    )
+    return MemoryCurve(timeline, CONTEXT)
+
+
+def with_a_hole() -> MemoryCurve:
+    """10 MiB a sample, freed; then 370 MiB, which find room in the freed block of 37 samples or more and need their own with fewer."""
+    return curve_of([(1, 0, 10), 1, (2, 370, 0), 2])
+
+
+def test_a_batch_below_the_largest_need_not_fit() -> None:
+    curve, budget = with_a_hole(), CONTEXT + 400 * MIB
+    assert curve.largest_batch(budget) == 40
+    assert curve.fits(38, budget) and not curve.fits(36, budget)
+    assert curve.fits(36, CONTEXT + 730 * MIB)
+
+
+def test_what_runs_only_by_giving_cached_memory_back_does_not_fit() -> None:
+    curve, budget = with_a_hole(), CONTEXT + 400 * MIB
+    assert curve.replay(36).reserved_bytes == 730 * MIB
+    assert curve.replay(36, capacity_bytes=400 * MIB).fits
+    assert curve.fits(36, budget, giving_back=True) and not curve.fits(36, budget)
+
+
+def test_the_largest_batch_counts_what_is_cached() -> None:
+    curve = curve_of([(1, 0, 10), 1, (2, 0, 12), 2])  # the second never finds room in the first
+    budget = CONTEXT + 440 * MIB
+    assert curve.largest_batch(budget) == 20  # 22 MiB a sample
+    assert curve.largest_batch(budget, giving_back=True) == 36  # 12 MiB a sample
+    assert curve.peak(20).device_bytes <= budget
