@@ -15,7 +15,7 @@ from hfopt.units import format_bytes, format_percent, format_rate, format_second
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
 RUNNERS_UP = 4
 REJECTED = 4
-TIE = 0.01  # as the search's ranking has it: times closer than this are equal
+TIE = 0.02  # as the search's ranking has it: times closer than this are equal
 
 
 def plan_text(facts: PlanFacts) -> str:
