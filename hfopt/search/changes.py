@@ -63,7 +63,7 @@ def changes(setting: Setting, outcome: Outcome) -> tuple[Change, ...]:
 def _same(setting: Setting, key: str, after: Any) -> bool:
     if after is None:
         return setting.args.get(key) is None
-    return bool(setting.value(key) == after) and not (after is False and setting.value(key) is None)
+    return bool(setting.value(key) == after)
 
 
 Wanted = tuple[str, Any, str]

@@ -122,3 +122,68 @@ def test_the_reason_says_whether_the_old_batch_was_too_large_or_too_slow(fits: b
     outcome = Outcome(before=before, after=chosen(new, loader()), effective_batch=8, budget_bytes=1, device="card")
     reasons = {change.key: change.reason for change in changes(Setting(args={}, defaults=DEFAULTS, kept=frozenset()), outcome)}
     assert said in reasons["per_device_train_batch_size"]
+
+
+def test_what_only_the_user_may_allow_is_written_with_that_reason() -> None:
+    after = Candidate(
+        per_device_batch=8,
+        accumulation=1,
+        precision="fp32",
+        optim="adamw_torch_fused",
+        torch_compile=True,
+        use_liger_kernel=True,
+        attn_implementation="sdpa",
+    )
+    old = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    outcome = Outcome(
+        before=chosen(old, loader()),
+        after=chosen(after, loader()),
+        effective_batch=8,
+        budget_bytes=1,
+        device="card",
+        learning_rate=(2e-5, "scaled"),
+        eval_batch=(64, "no activations"),
+    )
+    found = changes(Setting(args={}, defaults=DEFAULTS, kept=frozenset()), outcome)
+    assert {change.key: change.after for change in found} == {
+        "optim": "adamw_torch_fused",
+        "torch_compile": True,
+        "use_liger_kernel": True,
+        "attn_implementation": "sdpa",
+        "learning_rate": 2e-5,
+        "per_device_eval_batch_size": 64,
+    }
+    for change in found[:4]:
+        assert f"allowed by --allow {change.key}" in change.reason
+    assert [change.reason for change in found[4:]] == ["scaled", "no activations"]
+
+
+def test_checkpointing_of_fewer_layers_says_what_it_brings() -> None:
+    half = Candidate(per_device_batch=8, accumulation=1, precision="fp32", checkpointing=Checkpointing(every_n_layers=2))
+    outcome = Outcome(
+        before=chosen(replace(half, checkpointing=Checkpointing(every_n_layers=1)), loader()),
+        after=replace(chosen(half, loader()), time=replace(STEP, samples_per_s=2)),
+        effective_batch=8,
+        budget_bytes=1 << 30,
+        device="card",
+    )
+    args = {"gradient_checkpointing": True}
+    (change,) = changes(Setting(args=args, defaults=DEFAULTS, kept=frozenset()), outcome)
+    assert (change.key, change.after) == ("gradient_checkpointing_kwargs", {"use_reentrant": False, "every_n_layers": 2})
+    assert change.reason.endswith("2.00 samples/s predicted instead of 1.00 samples/s; takes 1 B of 1.00 GiB usable on card")
+
+
+def test_the_prefetch_that_changes_says_what_a_sample_costs() -> None:
+    same = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    outcome = Outcome(
+        before=chosen(same, loader(2, 2, True)), after=chosen(same, loader(2, 4, True)), effective_batch=8, budget_bytes=1, device="card"
+    )
+    args = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    (change,) = changes(Setting(args=args, defaults=DEFAULTS, kept=frozenset()), outcome)
+    assert (change.key, change.after) == ("dataloader_prefetch_factor", 4) and "a sample costs 1 ms" in change.reason
+
+
+def test_a_precision_the_card_lacks_is_switched_off() -> None:
+    after = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    assert made({"bf16": True}, after) == {"bf16": False}
+    assert made({"tf32": True}, after) == {"tf32": False}
