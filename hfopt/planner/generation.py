@@ -1,9 +1,9 @@
 """What GRPO's generation holds beside the training, and whether it fits: every completion of a generation batch is written at once.
 
-    cache  = layers × key-value heads × head size × tokens × completions × (bytes of a key + bytes of a value), and one layer's keys twice
-             while the cache grows by a token
-    logits = vocabulary × completions × 10: the next token's in the compute type, in float32, and as probabilities
-    copies = what autocast makes of float32 weights for the length of a forward pass
+    cache  = 2 (keys and values) × layers × key-value heads × head size × tokens × completions, in the type of the weights: rotary
+             positions leave keys in it under autocast too, and values are joined to what is cached in the type of the keys
+    logits = vocabulary × completions × 3 in float32: the last token's logits, scores and probabilities live through the next pass
+    copies = what autocast makes of float32 weights, for the length of a forward pass
 
 It lives while nothing of the backward does, so it is held against what stays (weights, optimizer state, the context), not against the
 step's peak. No candidate changes it: the generation batch is the user's.
@@ -33,13 +33,11 @@ class Writing:
     kv_width: int  # key-value heads × head size
     vocabulary: int
     copied_weights: int  # in 16 bits beside float32
-    key_bytes: int
-    value_bytes: int
+    number_bytes: int  # of a weight
 
     def bytes_for(self, completions: int, tokens: int) -> int:
-        layer = self.kv_width * tokens * completions
-        cache = self.layers * layer * (self.key_bytes + self.value_bytes) + layer * self.key_bytes
-        return cache + 10 * self.vocabulary * completions + 2 * self.copied_weights + _WORKSPACE
+        cache = 2 * self.layers * self.kv_width * tokens * completions * self.number_bytes
+        return cache + 3 * 4 * self.vocabulary * completions + 2 * self.copied_weights + _WORKSPACE
 
 
 def completions_at_once(job: TrainJob) -> int:
@@ -82,22 +80,21 @@ def _remedy(job: TrainJob, writing: Writing, tokens: int, room_bytes: int) -> st
 
 
 def writing_of(subject: Subject, *, precision: Precision, dtype: str | None) -> Writing | None:
-    """None where the config does not say enough. Rotary positions leave keys in the type of the hidden states, which is the weights'."""
+    """None where the config does not say enough."""
     config = _config(subject)
     layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
     hidden, vocabulary = getattr(config, "hidden_size", None), getattr(config, "vocab_size", None)
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int) and isinstance(vocabulary, int)):
         return None
     size = getattr(config, "head_dim", None) or hidden // heads
-    half_weights, half_compute = dtype in _HALF, dtype in _HALF or precision in ("bf16", "fp16")
+    copies = precision in ("bf16", "fp16") and dtype not in _HALF
     embedding = 0 if getattr(config, "tie_word_embeddings", False) else vocabulary * hidden
     return Writing(
         layers=layers,
         kv_width=(getattr(config, "num_key_value_heads", None) or heads) * size,
         vocabulary=vocabulary,
-        copied_weights=max(0, subject.workload.parameters - embedding) if half_compute and not half_weights else 0,
-        key_bytes=2 if half_weights else 4,
-        value_bytes=2 if half_compute else 4,
+        copied_weights=max(0, subject.workload.parameters - embedding) if copies else 0,
+        number_bytes=2 if dtype in _HALF else 4,
     )
 
 

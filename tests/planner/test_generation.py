@@ -49,11 +49,11 @@ def test_what_a_token_of_a_completion_takes(subject: Subject) -> None:
     """Two layers, two heads of 8: 32 numbers of keys and values per token and layer."""
     mixed, half = (writing_of(subject, precision="bf16", dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert mixed is not None and half is not None
-    assert (mixed.layers, mixed.kv_width, mixed.key_bytes, mixed.value_bytes) == (2, 16, 4, 2)
-    assert (half.key_bytes, half.value_bytes, half.copied_weights) == (2, 2, 0)
+    assert (mixed.layers, mixed.kv_width, mixed.number_bytes) == (2, 16, 4)
+    assert (half.number_bytes, half.copied_weights) == (2, 0)
     assert mixed.copied_weights == subject.workload.parameters - 64 * 16
     per_token = half.bytes_for(4, 11) - half.bytes_for(4, 10)
-    assert per_token == 4 * (2 * 16 * (2 + 2) + 16 * 2)
+    assert per_token == 4 * 2 * 2 * 16 * 2
 
 
 def test_what_does_not_fit_is_said_with_what_would(subject: Subject) -> None:

@@ -78,7 +78,7 @@ def test_what_writing_takes_is_met_by_the_rule_that_plans_it(on_virtual: Callabl
     for dtype, (counted, parameters) in on_virtual(HOLD).items():
         mixed = dtype == "torch.float32"
         copies = parameters - 4096 * 256 if mixed else 0
-        rule = Writing(layers=4, kv_width=128, vocabulary=4096, copied_weights=copies, key_bytes=4 if mixed else 2, value_bytes=2)
+        rule = Writing(layers=4, kv_width=128, vocabulary=4096, copied_weights=copies, number_bytes=4 if mixed else 2)
         assert rule.bytes_for(256, 128) == pytest.approx(counted, rel=0.08), dtype
 
 
