@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from hfopt.errors import WorkloadError
 from hfopt.workload.build import build_here
 from hfopt.workload.companions import carry, companions, modules_of
+from hfopt.workload.quantize import stand_in
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"
 
@@ -30,12 +32,16 @@ class Copies:
 
 def copies_of(trainer: Any) -> Copies:
     _check_whole(trainer)
-    packed = next((type(parameter).__name__ for parameter in trainer.model.parameters() if hasattr(parameter, "quant_state")), None)
-    if packed is not None:
-        raise WorkloadError(
-            f"the model's weights are packed ({packed}), and packed weights cannot be copied without their values", hint=_FROM_CONFIG
-        )
+    unknown = next((type(parameter).__name__ for parameter in _packed_elsewhere(trainer.model)), None)
+    if unknown is not None:
+        raise WorkloadError(f"the model holds packed weights ({unknown}) outside of layers that hfopt knows", hint=_FROM_CONFIG)
     return Copies(trainer=trainer, template=_copied(trainer, keep_weights=False))
+
+
+def _packed_elsewhere(model: nn.Module) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if stand_in(module) is None:
+            yield from (parameter for parameter in module.parameters(recurse=False) if hasattr(parameter, "quant_state"))
 
 
 def _check_whole(trainer: Any) -> None:
@@ -55,6 +61,8 @@ def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
             memo[id(parameter)] = _parameter(parameter, keep_weights=keep_weights)
         for buffer in module.buffers():
             memo[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        if not keep_weights:  # packed weights have no outline of their own
+            memo |= {id(part): standing for part in module.modules() if (standing := stand_in(part)) is not None}
     try:
         twin, beside = copy.deepcopy((model, beside), memo)
     except (TypeError, RuntimeError, AttributeError) as error:

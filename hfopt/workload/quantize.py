@@ -106,6 +106,21 @@ class _MatMul8bit(torch.autograd.Function):  # type: ignore[misc]
         return torch.matmul(grad.to(x.dtype), weight.to(x.dtype)), None, None
 
 
+def stand_in(layer: nn.Module) -> nn.Module | None:
+    """For a live layer of bitsandbytes, by its own sizes and types; None for any other."""
+    if not any(base.__module__.partition(".")[0] == "bitsandbytes" for base in type(layer).__mro__) or not isinstance(layer, nn.Linear):
+        return None
+    state = getattr(layer.weight, "quant_state", None)
+    stored = state.dtype if state is not None else torch.float16
+    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta", dtype=stored)
+    if layer.bias is not None:
+        plain.bias = nn.Parameter(layer.bias.detach().to("meta"), requires_grad=layer.bias.requires_grad)
+    if state is None:
+        return Linear8bit(plain) if layer.weight.dtype == torch.int8 else None
+    computed = str(getattr(layer, "compute_dtype", None) or stored).removeprefix("torch.")
+    return Linear4bit(plain, Quantization(bits=4, double_quant=bool(getattr(state, "nested", False)), compute_dtype=computed))
+
+
 def quantize(model: nn.Module, how: Quantization) -> nn.Module:
     """Packs every linear layer but the output head and the last module, as transformers does, and prepares the rest for training:
     what stays unpacked is frozen and goes to float32 (peft's prepare_model_for_kbit_training)."""

@@ -49,7 +49,9 @@ def from_trainer(trainer: Any) -> Workload:
         make_batch=maker,
         shape=shape,
         compute_loss=own_loss(trainer),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=sum(
+            parameter.numel() * (2 if parameter.dtype == torch.uint8 else 1) for parameter in model.parameters()
+        ),  # two in a byte
         trainable_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         layers=repeated_blocks(base),
         tokens_per_sample=None if shape.length is None else shape.length + (shape.target_length or 0),

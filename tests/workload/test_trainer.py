@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -228,4 +229,38 @@ def test_a_model_in_parts_is_refused(make_trainer: Any) -> None:
     trainer.is_model_parallel = False
     next(trainer.model.parameters()).ds_id = 1
     with pytest.raises(WorkloadError, match="shards"):
+        from_trainer(trainer)
+
+
+class _Packed(nn.Linear):
+    """What bitsandbytes' 4-bit layer looks like from outside."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        self.compute_dtype = torch.bfloat16
+        self.weight = nn.Parameter(torch.zeros(plain.weight.numel() // 2, 1, dtype=torch.uint8), requires_grad=False)
+        self.weight.quant_state = SimpleNamespace(dtype=torch.float16, nested=True)
+
+
+def test_packed_layers_are_stood_in_for_by_their_own_bytes(make_trainer: Any, faked: Any) -> None:
+    model = BertForSequenceClassification(CONFIG)
+    model.bert.requires_grad_(False)
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.query = _Packed(layer.attention.self.query)
+    trainer = make_trainer()
+    trainer.model = model
+    workload = from_trainer(trainer)
+    with faked():
+        built = workload.build_model()
+        loss = built(**workload.make_batch(2)).loss
+        loss.backward()
+    packed = built.bert.encoder.layer[0].attention.self.query
+    assert type(packed).__module__ == "hfopt.workload.quantize"
+    assert packed.weight.nbytes == 32 * 32 // 2 and packed.absmax.dtype == torch.uint8 and packed.compute_dtype == torch.bfloat16
+    assert workload.parameters == sum(p.numel() for p in BertForSequenceClassification(CONFIG).parameters())
+    assert isinstance(model.bert.encoder.layer[0].attention.self.query, _Packed), "the live model is as it was"
+    model.bert.pooler.dense.weight.quant_state = object()
+    with pytest.raises(WorkloadError, match="outside of layers that hfopt knows"):
         from_trainer(trainer)
