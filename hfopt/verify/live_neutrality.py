@@ -21,7 +21,7 @@ from hfopt.workload.own_loss import apart, loss_of
 from hfopt.workload.samples import readable_samples, same_random_state
 from hfopt.workload.trainer import collator_of
 
-_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+_FAILURES = (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 """What a loss may raise on fewer samples than it was made for; then there is no answer."""
 _MOST_PARAMETERS = 200_000_000  # of a copy: a few forward passes of that on the CPU take seconds
 _BETWEEN = 0.1  # of the loss: rounding, and masks drawn anew for each group (a contrastive loss of one sample is off by all of it)
