@@ -36,7 +36,7 @@ def plan_devices(subject: Subject, request: Request, plan_one: PlanOne) -> Plan:
     if request.engine is not None:
         return contest.only(named_engine(request.engine))
     own = engine_of(subject.job.args)
-    if own is None and subject.job.kept.intersection(ENGINE_KEYS):
+    if own is None and subject.job.kept.intersection(("fsdp", "fsdp_config", "deepspeed")):
         own = ENGINES[0]
     if own is not None:
         return contest.as_configured(own)
@@ -186,6 +186,7 @@ def _changes(before: Any, after: Any, engine: Engine, reason: str) -> Iterator[C
         "fsdp_config": "what the prediction rests on: each block is sharded and gathered on its own",
         "deepspeed": f"{engine.words}: {reason}",
         "accelerator_config": "gradients are reduced after each micro-batch: whole ones through the accumulation would undo the sharding",
+        "ddp_backend": "gradients on the host are summed there for clipping, which NCCL alone cannot do",
     }
     for key in ENGINE_KEYS:
         if before.get(key) != after.get(key):

@@ -40,7 +40,8 @@ ENGINES: tuple[Engine, ...] = (
     Engine(key="zero2-offload", words="ZeRO-2 with CPU offload", offloads=True, zero_stage=2),
     Engine(key="zero3-offload", words="ZeRO-3 with CPU offload", offloads=True, zero_stage=3),
 )
-ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config")
+ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "ddp_backend")
+BOTH_BACKENDS = "cuda:nccl,cpu:gloo"
 
 
 def named_engine(key: str) -> Engine:
@@ -64,6 +65,8 @@ def engine_args(engine: Engine, job: TrainJob, wrap: tuple[str, ...], *, adapter
     keys: dict[str, Any] = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
     if engine.family == "fsdp":
         keys.update(_fsdp(engine, wrap))
+        if keys["fsdp_config"].get("cpu_offload") and not job.args.get("ddp_backend"):  # the norm of gradients on the host is summed there
+            keys["ddp_backend"] = BOTH_BACKENDS
         if not adapters:  # whole gradients through the accumulation would undo the sharding; an adapter's are small
             keys["accelerator_config"] = _synced(job.args.get("accelerator_config"))
     elif engine.family == "deepspeed":

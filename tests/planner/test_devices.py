@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hfopt.errors import ConfigError, NothingFits
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.devices import block_classes, plan_devices
+from hfopt.planner.engines import engine_args, engine_of, named_engine
 from hfopt.planner.request import Subject, from_file
 from hfopt.schema import StepSettings, Workload
 
@@ -116,6 +118,34 @@ def test_nothing_fits_names_every_engine(folder: Path) -> None:
         plan_devices(subject, Request(gpu=CARD, num_gpus=4), refuses)
     for name in ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3", "FSDP2 with CPU offload"):
         assert f"{name}: " in str(raised.value)
+
+
+@pytest.mark.parametrize(("bound", "tried"), [("compute", ["FSDP2"]), ("communication", ["FSDP2", "FSDP2", "ZeRO-2"])])
+def test_zero_is_traced_only_where_it_could_win(folder: Path, bound: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfopt.planner.devices.find_spec", lambda name: object())
+    any_plan = made(folder)
+    after = any_plan.facts.after
+    stand_in = replace(any_plan, facts=replace(any_plan.facts, after=replace(after, time=replace(after.time, bound=bound))))
+    asked: list[str] = []
+
+    def one(subject: Subject) -> Plan:
+        if engine_of(subject.job.args) is None:
+            raise NothingFits("nothing fits: even one sample is too much")
+        asked.append("ZeRO-2" if "deepspeed" in subject.job.args else "FSDP2")
+        return stand_in
+
+    request = Request(gpu=CARD, num_gpus=4)
+    choice = plan_devices(from_file(written(folder), request), request, one).facts.engine
+    assert asked == tried and choice is not None and choice.name == "FSDP2"
+    assert "no less than FSDP2" in dict(choice.rejected)["ZeRO-3"]
+
+
+def test_offloaded_gradients_are_summed_on_the_host(folder: Path) -> None:
+    job = from_file(written(folder), Request(gpu=CARD, num_gpus=4)).job
+    offloaded, plain = (engine_args(named_engine(key), job, ("LlamaDecoderLayer",), adapters=False) for key in ("fsdp2-offload", "fsdp2"))
+    assert offloaded["ddp_backend"] == "cuda:nccl,cpu:gloo" and "ddp_backend" not in plain
+    own = replace(job, args={**job.args, "ddp_backend": "gloo"})
+    assert engine_args(named_engine("fsdp2-offload"), own, (), adapters=False)["ddp_backend"] == "gloo"
 
 
 @pytest.mark.parametrize(
