@@ -26,7 +26,7 @@ from hfopt.config.engine import sharding_of
 from hfopt.config.step import step_settings
 from hfopt.estimate.memory import estimate
 from hfopt.hardware.catalog import find
-from hfopt.planner.engines import deepspeed_config, named_engine
+from hfopt.planner.engines import BOTH_BACKENDS, deepspeed_config, named_engine
 from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings
 from hfopt.units import GIB, MIB
 from hfopt.virtual.launch import environment
@@ -44,11 +44,17 @@ SMALL = {
     "num_key_value_heads": 4,
     "vocab_size": 32000,
 }
+TIED = {**SMALL, "tie_word_embeddings": True}
 WIDE = {**SMALL, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "tie_word_embeddings": True}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 KEEP = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "reshard_after_forward": False}}  # type: ignore[dict-item]
+STATES_ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 SYNC = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
-ZERO_2, ZERO_3 = ({"deepspeed": deepspeed_config(named_engine(name))} for name in ("zero2", "zero3"))
+OFFLOAD = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "cpu_offload": True}, "ddp_backend": BOTH_BACKENDS}  # type: ignore[dict-item]
+ZERO_2, ZERO_3, OFFLOAD_2, OFFLOAD_3 = (
+    {"deepspeed": deepspeed_config(named_engine(name))} for name in ("zero2", "zero3", "zero2-offload", "zero3-offload")
+)
+STATES_3 = {"deepspeed": {**ZERO_3["deepspeed"], "zero_optimization": {**ZERO_3["deepspeed"]["zero_optimization"], **STATES_ON_HOST}}}
 Case = dict[str, Any]
 
 
@@ -65,18 +71,31 @@ CASES: dict[str, Case] = {
     "fsdp2-2-fp32": case(2, {**FSDP, "bf16": False}),
     "fsdp2-2-keep": case(2, KEEP),
     "fsdp2-2-checkpointing": case(2, {**FSDP, "gradient_checkpointing": True}),
+    "fsdp2-4-checkpointing": case(4, {**FSDP, "gradient_checkpointing": True}),
     "fsdp2-2-accumulation": case(2, {**FSDP, "gradient_accumulation_steps": 2}),
     "fsdp2-2-sync": case(2, {**FSDP, **SYNC, "gradient_accumulation_steps": 2}),
+    "fsdp2-2-tied": case(2, FSDP, model=TIED),
+    "fsdp2-2-offload": case(2, OFFLOAD),
     "fsdp2-2-tied-wide": case(2, FSDP, model=WIDE, batch=2),
     "fsdp2-2-lora": case(2, FSDP, lora=16, weights="bfloat16"),
     "fsdp2-2-fused": case(2, {**FSDP, "optim": "adamw_torch_fused"}),
     "zero2-2": case(2, ZERO_2),
     "zero2-4": case(4, ZERO_2),
     "zero2-2-accumulation": case(2, {**ZERO_2, "gradient_accumulation_steps": 2}),
+    "zero2-2-checkpointing": case(2, {**ZERO_2, "gradient_checkpointing": True}),
+    "zero2-2-tied": case(2, ZERO_2, model=TIED),
+    "zero2-2-lora": case(2, ZERO_2, lora=16, weights="bfloat16"),
+    "zero2-2-offload": case(2, OFFLOAD_2),
+    "zero2-2-offload-accumulation": case(2, {**OFFLOAD_2, "gradient_accumulation_steps": 2}),
     "zero3-2": case(2, ZERO_3),
     "zero3-4": case(4, ZERO_3),
+    "zero3-2-accumulation": case(2, {**ZERO_3, "gradient_accumulation_steps": 2}),
+    "zero3-2-checkpointing": case(2, {**ZERO_3, "gradient_checkpointing": True}),
+    "zero3-2-tied": case(2, ZERO_3, model=TIED),
     "zero3-2-wide": case(2, ZERO_3, model=WIDE, batch=2),
     "zero3-2-lora": case(2, ZERO_3, lora=16, weights="bfloat16"),
+    "zero3-2-offload-states": case(2, STATES_3),
+    "zero3-2-offload": case(2, OFFLOAD_3),
 }
 
 
