@@ -25,8 +25,8 @@ from hfopt.planner import Request, plan
 from hfopt.search.space import divisors
 from hfopt.workload.model import from_spec
 
-ROUNDS = 3
-STEPS = 3
+ROUNDS = 4
+STEPS = 6
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bert": (
         {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 64, "num_hidden_layers": 2,

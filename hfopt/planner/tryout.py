@@ -8,12 +8,16 @@ from hfopt.errors import VirtualGpuError
 from hfopt.estimate.context import context_bytes
 from hfopt.planner.request import Progress
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, Hardware, TrainJob, Trial
+from hfopt.verify.arguments import Extent
 from hfopt.verify.dryrun import Prepared
 from hfopt.virtual.launch import available
 
-STEPS = 3  # the first has no optimizer state yet, the others have
-CPU_STEPS = 8  # there the fastest of them decides among candidates, and other processes disturb
 Where = Literal["cuda", "cpu", "virtual"]
+EXTENTS: dict[Where, Extent] = {
+    "cuda": Extent(),
+    "cpu": Extent(steps=40, enough_s=4.0),  # there the fastest of them decides among candidates, and other processes disturb
+    "virtual": Extent(micro_batches=REHEARSED_MICRO_BATCHES),
+}
 
 
 def where_to_try(job: TrainJob, hardware: Hardware) -> Where | None:
@@ -80,9 +84,7 @@ class Tryout:
         context = 0
         if self._where == "virtual" and gpu is not None:
             context = context_bytes(gpu.capability or (8, 0), multiprocessors=gpu.sms)
-        steps = CPU_STEPS if self._where == "cpu" else STEPS
-        run = REHEARSED_MICRO_BATCHES if self._where == "virtual" else None
-        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, steps=steps, micro_batches=run)
+        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, extent=EXTENTS[self._where])
 
 
 def _own_kernels(candidate: Candidate) -> str | None:

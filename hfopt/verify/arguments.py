@@ -6,11 +6,22 @@ Pure: takes the names of the installed TrainingArguments' fields, so that it fit
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from hfopt.schema import Candidate, TrainJob
 
 Device = Literal["cuda", "cpu", "virtual"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """How much of a run a dry run is."""
+
+    steps: int = 3  # the first has no optimizer state yet, the others have
+    micro_batches: int | None = None  # that are run of each step, with the inputs of all on the device; None: all
+    enough_s: float | None = None  # no further step is begun after so many seconds of a few; None: all steps
+
 
 _KEPT = frozenset(
     {

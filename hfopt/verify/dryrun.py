@@ -21,7 +21,7 @@ from hfopt.errors import DryRunError
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
 from hfopt.verify import child
-from hfopt.verify.arguments import Device
+from hfopt.verify.arguments import Device, Extent
 from hfopt.virtual.launch import environment
 
 _LONGEST_S = 3600.0  # a child nobody tells anything ends by itself
@@ -41,16 +41,14 @@ class Prepared:
         device: Device,
         gpu: Gpu | None = None,
         context_bytes: int = 0,
-        steps: int = 3,
-        micro_batches: int | None = None,
+        extent: Extent | None = None,
     ) -> None:
-        """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there.
-        micro_batches: how many of each step are run, with the inputs of all on the device; None: all."""
+        """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there."""
         self._device: Device = device
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(child.scratch_folder())
             env = _environment(device, gpu, context_bytes, self._folder)
-            self._order = stack.enter_context(_order(job, {"device": device, "steps": steps, "micro_batches": micro_batches}, self._folder))
+            self._order = stack.enter_context(_order(job, device, extent or Extent(), self._folder))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
                 command = [sys.executable, "-m", "hfopt.verify.worker", str(self._folder)]
@@ -88,7 +86,7 @@ def dry_run(
     steps: int = 3,
 ) -> Trial:
     """One candidate, now; the arguments are those of `Prepared`."""
-    with Prepared(job, device=device, gpu=gpu, context_bytes=context_bytes, steps=steps) as prepared:
+    with Prepared(job, device=device, gpu=gpu, context_bytes=context_bytes, extent=Extent(steps=steps)) as prepared:
         return prepared.run(candidate, timeout_s=timeout_s)
 
 
@@ -106,12 +104,12 @@ def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Pa
     return env | {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(folder)}
 
 
-def _order(job: TrainJob, how: Mapping[str, Any], folder: Path) -> IO[bytes]:
+def _order(job: TrainJob, device: Device, extent: Extent, folder: Path) -> IO[bytes]:
     """Writes what is known already, and returns where the candidate goes: a named pipe, open on both ends so that writing never blocks."""
     plain = replace(
         job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides))
     )  # read-only views do not travel
-    (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, **how}))
+    (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": device, "extent": extent}))
     pipe = folder / "candidate"
     os.mkfifo(pipe)
     return os.fdopen(os.open(pipe, os.O_RDWR), "wb", buffering=0)

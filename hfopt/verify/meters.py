@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 
+_FEW_STEPS = 4
+
 
 class CudaMeter:
     """PyTorch's own counters; what the process holds beside them (context, other processes) is read from the driver."""
@@ -74,10 +76,10 @@ class CpuMeter:
 
 
 class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
-    """When each optimizer step began and ended, with the device idle at its end."""
+    """When each optimizer step began and ended, with the device idle at its end; after `enough_s` and a few steps it ends the run."""
 
-    def __init__(self, meter: CpuMeter | CudaMeter) -> None:
-        self._meter = meter
+    def __init__(self, meter: CpuMeter | CudaMeter, *, enough_s: float | None = None) -> None:
+        self._meter, self._enough_s = meter, enough_s
         self.step_s: list[float] = []
         self.cpu_s: list[float] = []
         self.wait_s: list[float] = []
@@ -101,3 +103,5 @@ class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
         self._ended = time.perf_counter()
         self.step_s.append(self._ended - self._began)
         self.cpu_s.append(time.process_time() - self._cpu_began)
+        if self._enough_s is not None and self.steps >= _FEW_STEPS and sum(self.step_s) >= self._enough_s:
+            control.should_training_stop = True

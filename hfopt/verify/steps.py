@@ -14,7 +14,7 @@ from torch import nn
 
 from hfopt.errors import DryRunError
 from hfopt.schema import Candidate, TrainJob, Workload
-from hfopt.verify.arguments import Device, evaluates, training_arguments
+from hfopt.verify.arguments import Device, Extent, evaluates, training_arguments
 from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
 from hfopt.workload.batch import with_decoder_inputs
 from hfopt.workload.build import skeleton
@@ -29,8 +29,7 @@ class Order:
 
     job: TrainJob
     device: Device
-    steps: int
-    micro_batches: int | None = None  # that are run of each step, with the inputs of all on the device; None: all
+    extent: Extent
 
 
 class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
@@ -48,13 +47,13 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
 
 def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], output: Path, clock: StepClock) -> Any:
     candidate, eval_batch = told
-    run = min(candidate.accumulation, order.micro_batches or candidate.accumulation)
+    run = min(candidate.accumulation, order.extent.micro_batches or candidate.accumulation)
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     chosen = training_arguments(
         order.job,
         dataclasses.replace(candidate, accumulation=run),
         device=order.device,
-        steps=order.steps,
+        steps=order.extent.steps,
         output_dir=str(output),
         fields=fields,
         eval_batch=eval_batch,
@@ -95,7 +94,7 @@ def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate
     trainer = DryTrainer(
         model=model,
         args=args,
-        train_dataset=_Samples(window * order.steps),
+        train_dataset=_Samples(window * order.extent.steps),
         eval_dataset=_Samples(args.per_device_eval_batch_size),
         data_collator=collate,
         callbacks=[clock],
@@ -142,7 +141,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
     workload = from_spec(order.job.model, order.job.data, trainer=order.job.trainer)
     assert transformers.Trainer and transformers.TrainingArguments, "imported now, while there is time"
     meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
-    clock = StepClock(meter)
+    clock = StepClock(meter, enough_s=order.extent.enough_s)
     facts: dict[str, Any] = {"outcome": "ok"}
     phase = "loading the model"
     try:

@@ -18,6 +18,7 @@ from hfopt.errors import DryRunError
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
 from hfopt.units import GIB, MIB
 from hfopt.verify import child, dryrun
+from hfopt.verify.arguments import Extent
 from hfopt.verify.dryrun import Prepared, dry_run
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
@@ -50,7 +51,7 @@ def test_on_the_cpu_steps_are_really_run_and_measured(tiny_job: TrainJob, scratc
 def test_two_micro_batches_of_a_step_take_what_all_of_them_take(tiny_job: TrainJob, precision: Precision) -> None:
     candidate, found = replace(CANDIDATE, accumulation=7, precision=precision), []
     for some in (None, REHEARSED_MICRO_BATCHES):
-        with Prepared(tiny_job, device="virtual", gpu=CARD, micro_batches=some) as prepared:
+        with Prepared(tiny_job, device="virtual", gpu=CARD, extent=Extent(micro_batches=some)) as prepared:
             found.append(prepared.run(candidate, timeout_s=200))
     whole, two = found
     assert whole.outcome == "ok", whole.message
