@@ -1,6 +1,6 @@
 """What the plan's choice loses against the best of all, on this CPU, where everything can be measured.
 
-usage: python benchmarks/regret_cpu.py
+usage: python benchmarks/regret_cpu.py [MODEL ...]
 
 Three small models. For each: `hfopt plan` for the CPU (which times a few candidates itself), then an exhaustive grid of real Trainer runs
 over every divisor of the effective batch. Throughputs of plan and grid come from the same runs, one thread, interleaved, the best of a few
@@ -10,6 +10,7 @@ last line is one JSON object.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import tempfile
@@ -25,7 +26,7 @@ from hfopt.planner import Request, plan
 from hfopt.search.space import divisors
 from hfopt.workload.model import from_spec
 
-ROUNDS = 4
+ROUNDS = 3
 STEPS = 6
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bert": (
@@ -64,15 +65,19 @@ class Timer(TrainerCallback):
 
 def real_run(workload: Any, batch: int, accumulation: int, folder: str) -> tuple[float, float]:
     """The fastest optimizer step of a short real Trainer run: (CPU, clock)."""
-    sample = workload.make_batch(1)
-    rows = [{key: value[0] for key, value in sample.items()}] * (batch * accumulation * (STEPS + 1))
+    rows = range(batch * accumulation * (STEPS + 1))  # what a sample is, is decided when the batch is made, as in the plan's own runs
     timer = Timer()
     arguments = TrainingArguments(
         output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_strategy="no", max_steps=STEPS + 1,
         per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, remove_unused_columns=False,
     )  # fmt: skip
-    collate = lambda items: {key: torch.stack([item[key] for item in items]) for key in items[0]}  # noqa: E731
-    trainer = Trainer(model=workload.build_model(), args=arguments, train_dataset=rows, data_collator=collate, callbacks=[timer])
+    trainer = Trainer(
+        model=workload.build_model(),
+        args=arguments,
+        train_dataset=list(rows),
+        data_collator=lambda items: workload.make_batch(len(items)),
+        callbacks=[timer],
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return min(timer.cpu[1:]), min(timer.wall[1:])
@@ -110,10 +115,13 @@ def one_model(name: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS))
+    chosen = parser.parse_args().models
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the plan's own dry runs
     result = {}
-    for name in MODELS:
+    for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
             result[name] = one_model(name, Path(folder))
     worst = min(item["share_of_best"] for item in result.values())

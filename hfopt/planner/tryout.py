@@ -15,7 +15,7 @@ from hfopt.virtual.launch import available
 Where = Literal["cuda", "cpu", "virtual"]
 EXTENTS: dict[Where, Extent] = {
     "cuda": Extent(),
-    "cpu": Extent(steps=40, enough_s=4.0),  # there the fastest of them decides among candidates, and other processes disturb
+    "cpu": Extent(steps=40, enough_s=3.0),  # there the fastest of them decides among candidates, and other processes disturb
     "virtual": Extent(micro_batches=REHEARSED_MICRO_BATCHES),
 }
 
