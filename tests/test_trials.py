@@ -65,21 +65,29 @@ def test_times_are_looked_for_from_the_predicted_best_and_the_configs_own_settin
 
     pool = ranked(64, 32, 16, 8, 4, 2, 1)
     found = timed(pool, run, pool[3][0])
-    assert asked == [64, 8, 4, 16, 2] and found.runs == 5
+    assert asked == [64, 8, 4, 16, 2, 4, 2] and found.runs == 7
     assert found.chosen == 4 and found.trial is not None and found.trial.step_s == 0.9
 
 
 def test_cpu_time_decides_where_it_is_known() -> None:
     pool = ranked(64, 32)
     found = timed(pool, lambda c: replace(trial(c, step_s=64 / c.per_device_batch), cpu_s=float(c.per_device_batch)), pool[0][0])
-    assert found.chosen == 1 and found.runs == 2
+    assert found.chosen == 1 and found.runs == 2  # too far apart to be timed again
+
+
+def test_close_ones_are_timed_again_and_the_better_run_of_each_counts() -> None:
+    disturbed = iter([0.9, 1.0, 0.9, 0.8])  # the first run of 32 was
+    pool = ranked(64, 32)
+    found = timed(pool, lambda c: trial(c, step_s=next(disturbed)), pool[1][0])
+    assert found.runs == 4 and found.trial is not None
+    assert (found.chosen, found.trial.step_s) == (1, 0.8)
 
 
 def test_own_settings_that_fail_are_counted_and_left_out() -> None:
     pool = ranked(64, 32, 16, 8)
     for outcome in ("error", "oom"):
         found = timed(pool, lambda c, how=outcome: trial(c, how if c.per_device_batch == 8 else "ok", step_s=1.0), pool[3][0])
-        assert found.runs == 3 and found.chosen == 0 and len(found.failed) == (outcome == "oom")
+        assert found.runs == 5 and found.chosen == 0 and len(found.failed) == (outcome == "oom")
 
 
 def test_a_broken_dry_run_is_said_and_nothing_timed_keeps_the_prediction() -> None:
