@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from hfopt.workload.companions import carried
@@ -42,11 +44,17 @@ def apart(trainer: Any) -> Any:
                 setattr(beside, name, copy.deepcopy(value))
             except (TypeError, RuntimeError):
                 setattr(beside, name, copy.copy(value))
+    wrapped = inspect.unwrap(vars(trainer).get("compute_loss", _nothing))
+    if getattr(wrapped, "__self__", None) is trainer:  # put around the live one (a rehearsal does so), it would ask the live trainer
+        beside.compute_loss = MethodType(wrapped.__func__, beside)
     if not hasattr(trainer, "current_gradient_accumulation_steps"):  # the loop sets it, and losses read it
         beside.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     if hasattr(trainer, "accelerator"):
         beside.accelerator = _Alone(trainer.accelerator)
     return beside
+
+
+def _nothing() -> None: ...
 
 
 class _Alone:

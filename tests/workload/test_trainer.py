@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,3 +265,28 @@ def test_packed_layers_are_stood_in_for_by_their_own_bytes(make_trainer: Any, fa
     model.bert.pooler.dense.weight.quant_state = object()
     with pytest.raises(WorkloadError, match="outside of layers that hfopt knows"):
         from_trainer(trainer)
+
+
+class _OwnLoss(Trainer):
+    factor = 2.0
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return self.factor * self.model(**inputs).loss
+
+
+def test_a_loss_that_was_wrapped_on_the_live_trainer_asks_the_copy(make_trainer: Any, faked: Any) -> None:
+    """As a rehearsal wraps it, to see its phases."""
+    trainer = make_trainer(_OwnLoss)
+    original = trainer.compute_loss
+
+    @functools.wraps(original)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the live trainer was asked")
+
+    trainer.compute_loss = followed
+    workload = from_trainer(trainer)
+    with faked():
+        model = workload.build_model()
+        assert workload.compute_loss is not None
+        workload.compute_loss(model, workload.make_batch(2)).backward()
+    assert all(parameter.grad is None for parameter in trainer.model.parameters())
