@@ -114,6 +114,7 @@ def _zero(config: Mapping[str, Any], world_size: int, hidden_size: int | None) -
             max_reuse_distance=size("stage3_max_reuse_distance", None, defaults.max_reuse_distance),
             overlap_comm=_true(zero.get("overlap_comm", stage == 3)),
             contiguous_gradients=_true(zero.get("contiguous_gradients", True)),
+            divides_gradients=stage > 1,
         ),
     )
 

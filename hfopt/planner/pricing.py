@@ -193,7 +193,8 @@ class Pricing:
     def _gradient_share_bytes(self) -> int:
         """This device's gradients in float32: a share of them where they are divided."""
         sharding = self.base.sharding
-        divided = sharding is not None and (sharding.engine in ("zero2", "zero3") or sharding.sync_each_batch)
+        zero = sharding is not None and sharding.engine in ("zero2", "zero3") and sharding.zero.divides_gradients
+        divided = zero or (sharding is not None and sharding.sync_each_batch)
         return 4 * self.workload.trainable_parameters // (sharding.world_size if sharding is not None and divided else 1)
 
     def fits(self, candidate: Candidate) -> bool:

@@ -49,6 +49,7 @@ class ZeroSizes:
     max_reuse_distance: int = 1_000_000_000
     overlap_comm: bool = False
     contiguous_gradients: bool = True
+    divides_gradients: bool = True  # stages 2 and 3; stage 1 keeps whole ones until the last micro-batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

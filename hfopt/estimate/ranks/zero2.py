@@ -1,4 +1,4 @@
-"""ZeRO-2: weights whole, in one flat tensor per parameter group; buckets live during the backward, two of them with `overlap_comm`.
+"""ZeRO-1 and 2: weights whole, in one flat tensor per parameter group; buckets live during the backward, two of them with `overlap_comm`.
 
 That the weights are there twice while they are flattened is left out: DeepSpeed does it on the host where the card is too small, and
 empties the cache. With offloading one buffer of the largest weight stays on the card. The rank is the fullest: shares end inside weights.
@@ -48,6 +48,10 @@ class Zero2Loop(ZeroLoop):
                 self._buckets.append(self.hold(self.sizes.reduce_bucket, self.dtype, "gradients", "reduce_bucket"))
 
     def _reduced(self, parameter: torch.Tensor) -> None:
+        """Stage 1 leaves gradients whole until the last micro-batch, and until its end where communication does not overlap."""
+        if not self.sizes.divides_gradients and not (self._is_last and (self.sizes.overlap_comm or self._is_over)):
+            self.before_first_gradient()
+            return
         super()._reduced(parameter)
         self._bucket.append(self._places[id(parameter)])
 
@@ -69,12 +73,18 @@ class Zero2Loop(ZeroLoop):
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        self._is_last = is_last
+        self._is_last, self._is_over = is_last, False
         yield
-        self._reduce()
-        for block in self._buckets:
-            self.session.recorder.release(block)
-        self._buckets = []
+        self._is_over = True
+        for parameter in self.trained:
+            if is_last and parameter.grad is not None:
+                self._reduced(parameter)
+        if self._bucket:
+            self._reduce()
+        if is_last or self.sizes.divides_gradients:
+            for block in self._buckets:
+                self.session.recorder.release(block)
+            self._buckets = []
         if self._accumulated is not None and self._own is not None:  # added to the first micro-batch's
             self.session.recorder.release(self._own)
             self._own = None

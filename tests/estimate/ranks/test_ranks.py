@@ -171,6 +171,12 @@ def test_zero_2_adds_up_micro_batches_in_the_first_ones_buffer() -> None:
     assert share <= added < 1.5 * share  # borders of the shares lie inside weights
 
 
+def test_zero_1_keeps_whole_gradients_through_the_accumulation() -> None:
+    one, two = (Sharding(engine="zero2", world_size=WORLD, zero=replace(ZERO, divides_gradients=divides)) for divides in (False, True))
+    whole, divided = (held(traced(sharding, accumulation=2), "gradients", after="step_1_micro_1") for sharding in (one, two))
+    assert whole >= 2 * llama().parameters > 1.5 * divided
+
+
 def test_zero_3_gathers_on_a_stream_of_its_own_and_learns_the_order_in_the_first_micro_batch() -> None:
     made = traced(Sharding(engine="zero3", world_size=WORLD, zero=replace(ZERO, overlap_comm=True)))
     assert 2 in own_streams(made, "all_gather")
