@@ -47,3 +47,25 @@ def test_a_token_is_never_said(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode in (0, 1, 2) and "Traceback" not in done.stderr
     assert done.stdout or done.stderr
     assert TOKEN not in done.stdout + done.stderr
+
+
+def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a rehearsal's verdict, a dry run's, the monitor's one line and our own errors."""
+    from hfopt.cli.output import print_error
+    from hfopt.errors import HfoptError
+    from hfopt.runtime.watch.harmless import Faults
+    from hfopt.verify import child, dryrun, rehearsal
+
+    words = f"401 for {TOKEN}"
+    ended = child.Ended(returncode=1, reason="exit", wall_s=1.0)
+    verdicts = [rehearsal._unfinished(ended, [{"error": words}], 0, 3)["message"]]
+    (tmp_path / "log").write_text(words)
+    verdicts.append(dryrun._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
+    (tmp_path / "trial.json").write_text(f'{{"outcome": "error", "message": "{words}"}}')
+    verdicts.append(dryrun._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
+    Faults(verdicts.append).report("log file", OSError(words))
+    print_error(HfoptError(words))
+    verdicts.append(capsys.readouterr().err)
+    assert len(verdicts) == 5
+    for verdict in verdicts:
+        assert "401 for (hidden)" in verdict and TOKEN not in verdict
