@@ -6,6 +6,7 @@ The child of each fork is the product's own worker (`hfopt.verify.worker`), give
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -136,4 +137,5 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    with contextlib.suppress(BrokenPipeError):  # nobody is left to hear of the run
+        _serve()
