@@ -143,6 +143,8 @@ def test_the_largest_divisor_that_fits_is_taken_and_not_half() -> None:
     assert next_size(candidate(12), seen(**tight))[0] == 3  # 23 GiB for 12: 7 GiB hold 3.65 samples
     exact = {**MEASURED, "allocated_bytes": 14 * GIB, "requested_bytes": 2 * GIB, "baseline_bytes": 0}
     assert next_size(candidate(4), seen(**exact))[0] == 2  # 16 GiB for 4: 2 fill the 8 GiB to the byte
+    thirds = {**exact, "allocated_bytes": 22 * GIB, "baseline_bytes": None}
+    assert next_size(candidate(6), seen(**thirds))[0] == 2  # what stays is not known: nothing
     assert next_size(candidate(12), seen())[0] == 6  # nothing known: half
     assert next_size(candidate(7), seen())[0] == 1
 
@@ -177,6 +179,8 @@ def test_a_lost_process_is_restarted_smaller() -> None:
     assert step.action == "restart"
     assert step.candidate is not None
     assert (step.candidate.per_device_batch, step.candidate.accumulation) == (8, 8)
+    pair = next_step(Situation(failed=candidate(2), seen=seen(phase="optimizer", **MEASURED), process_lost="the optimizer step had begun"))
+    assert pair.candidate is not None and pair.candidate.per_device_batch == 1
 
 
 LOST = "the optimizer step had begun"
