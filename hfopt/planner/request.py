@@ -142,7 +142,13 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
         job = replace(job, world_size=_data_parallel(devices, sharing))
     known(job, hardware)
     workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs)
+    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=_misspelt(loaded))
+
+
+def _misspelt(loaded: Loaded) -> tuple[str, ...]:
+    """Keys that say nothing as they are written: one of them may be half of the effective batch."""
+    found = (problem for problem in loaded.problems if problem.code == "unknown_key" and problem.fix is not None)
+    return tuple(f"{problem.message}: {problem.fix}" for problem in found)
 
 
 def _data_parallel(devices: int, sharing: int) -> int:
