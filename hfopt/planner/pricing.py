@@ -18,6 +18,7 @@ from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepS
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
 SMALL_SHARE = 0.02
+ADAPTER_SHARE = 0.1  # of the parameters that are trained, at most: LoRA trains a hundredth or two
 LIGHTEST_PRECISION = 0.4  # of another precision's memory that one takes at the least: halves of all, less what stays float32
 
 
@@ -208,9 +209,11 @@ class Pricing:
     @property
     def _adds_gradients(self) -> bool:
         """Adapters: what accumulation holds through the forward is below a fiftieth of the budget, and is added instead of traced.
-        Shares of divided gradients are added too: they are all that a second micro-batch finds."""
+        Shares of divided gradients are added too: they are all that a second micro-batch finds. Not the gradients of a whole small model:
+        beside its own few bytes they are much, and the peak may be where they are not."""
         whole = 4 * self.workload.trainable_parameters
-        return self._gradient_share_bytes < whole or whole <= SMALL_SHARE * self.budget_bytes
+        adapter = self.workload.trainable_parameters <= ADAPTER_SHARE * self.workload.parameters
+        return self._gradient_share_bytes < whole or (adapter and whole <= SMALL_SHARE * self.budget_bytes)
 
     def settings(self, candidate: Candidate) -> StepSettings:
         """The candidate as the tracer knows it, without what does not change a trace."""
