@@ -28,7 +28,7 @@ def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
         if engine in ("zero2", "zero3"):
             from hfopt.estimate.ranks.zero import in_compute_dtype
 
-            build = in_compute_dtype(build, settings.precision)
+            build = in_compute_dtype(build, settings.precision, made_in_parts=engine == "zero3")
         elif sharding is not None and engine == "fsdp2":
             from hfopt.estimate.ranks.fsdp import fully_sharded
             from hfopt.estimate.ranks.recorder import ShardRecorder

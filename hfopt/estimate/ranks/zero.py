@@ -10,7 +10,7 @@ Offloaded states are updated on the host and not counted; each gradient is copie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,16 +23,25 @@ REDUCTION_STREAM = 1  # with overlap_comm, what is made while reducing belongs t
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def in_compute_dtype(build: Callable[[], Any], precision: Precision) -> Callable[[], Any]:
-    """DeepSpeed casts the whole model before it trains."""
+def in_compute_dtype(build: Callable[[], Any], precision: Precision, *, made_in_parts: bool) -> Callable[[], Any]:
+    """DeepSpeed casts the whole model before it trains, but a model that was made in parts (stage 3) only while it is made.
+
+    Transformers makes a model inside `deepspeed.zero.Init`, which gives each weight the compute dtype and splits it, unless it is
+    quantized (modeling_utils.py, `get_init_context`); the engine then casts nothing (engine.py, `_cast_module_mixed_precision`).
+    Adapters come later and stay in peft's float32. That the arguments were there before the model is assumed, as the Trainer asks for.
+    """
     dtype = _COMPUTE.get(precision)
 
     def build_cast() -> Any:
         model = build()
+        is_quantized = any(not parameter.is_floating_point() for parameter in model.parameters())
+        kept = {id(parameter) for parameter in _adapters(model)} if made_in_parts and not is_quantized else set()
         cast: dict[int, Any] = {}
         for module in model.modules() if dtype is not None else ():
             for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                if parameter is None or id(parameter) in kept:
+                    continue
+                if parameter.is_floating_point() and parameter.dtype != dtype:
                     if id(parameter) not in cast:
                         cast[id(parameter)] = (
                             torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=parameter.requires_grad),
@@ -42,6 +51,13 @@ def in_compute_dtype(build: Callable[[], Any], precision: Precision) -> Callable
         return model
 
     return build_cast
+
+
+def _adapters(model: Any) -> Iterator[Any]:
+    """What peft's layers have besides the layer they stand around; copies of whole modules (`modules_to_save`) are none."""
+    for module in model.modules():
+        for name in getattr(module, "adapter_layer_names", ()) if "base_layer" in module._modules else ():
+            yield from getattr(module, name).parameters()
 
 
 class ZeroLoop(TrainerLoop):
@@ -87,7 +103,8 @@ class ZeroLoop(TrainerLoop):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.trained[0].dtype
+        """Gradients are reduced and kept in the compute dtype, whatever the weights have (engine.py, `communication_data_type`)."""
+        return _COMPUTE.get(self.settings.precision, self.trained[0].dtype)
 
     # ------------------------------------------------------------------------------------------ gradients
 
@@ -115,14 +132,14 @@ class ZeroLoop(TrainerLoop):
 
     def make_optimizer(self) -> Any:
         """Float32 shards and one optimizer for each; on the host they are nobody's business here."""
-        self._updates: list[tuple[torch.Tensor, torch.dtype, Any]] = []
+        self._updates: list[tuple[torch.Tensor, Any]] = []
         if self.sharding.offload_optimizer:
             return None
-        for elements, dtype in self.shares(largest=self.largest_group):
+        for elements, _ in self.shares(largest=self.largest_group):
             master = torch.zeros(elements, dtype=torch.float32)
             self.session.recorder.classify([master], "weights")
             optimizer = make_optimizer(self.model, self.settings.optim, self.settings.optim_args, groups=[{"params": [master]}])
-            self._updates.append((master, dtype, optimizer))
+            self._updates.append((master, optimizer))
         return None
 
     largest_group: int | None = None
@@ -132,8 +149,8 @@ class ZeroLoop(TrainerLoop):
         first_block = recorder.next_block
         if not self.sharding.offload_optimizer:
             self.norm_of(self.largest_piece)
-        for master, dtype, update in self._updates:
-            gradient = torch.zeros(master.numel(), dtype=dtype).to(torch.float32)
+        for master, update in self._updates:
+            gradient = torch.zeros(master.numel(), dtype=self.dtype).to(torch.float32)
             self.release_gradients(master.numel())
             master.grad = gradient
             del gradient

@@ -10,6 +10,7 @@ import torch
 
 from hfopt.estimate.ranks.zero import REDUCTION_STREAM, ZeroLoop
 from hfopt.estimate.ranks.zero_gather import Gathering
+from hfopt.estimate.ranks.zero_linear import inputs_kept
 
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size
 
@@ -23,8 +24,13 @@ class Zero3Loop(ZeroLoop):
         self._bucket: list[int] = []
 
     def make_optimizer(self) -> Any:
-        """Each float32 shard is cast, then copied; the largest group's gradients are made once and dropped; their segments stay cached."""
-        cast = [self.hold(elements, torch.float32, "weights", "cast") for elements, _ in self.shares(largest=self.largest_group)]
+        """Each shard that is not float32 yet is cast, then copied; the largest group's gradients are made once and dropped: segments
+        stay cached."""
+        cast = [
+            self.hold(elements, torch.float32, "weights", "cast")
+            for elements, dtype in self.shares(largest=self.largest_group)
+            if dtype != torch.float32
+        ]
         made = super().make_optimizer()
         for block in cast:
             self.session.recorder.release(block)
@@ -36,7 +42,8 @@ class Zero3Loop(ZeroLoop):
 
     def run(self, steps: int) -> Any:
         try:
-            return super().run(steps)
+            with inputs_kept():
+                return super().run(steps)
         finally:
             self._gathering.remove()
 

@@ -3,8 +3,9 @@
 Before a module runs, its own weights are gathered, and then, in the order of the step before, the next ones up to `prefetch_bucket`
 elements as long as fewer than `max_live` are there. After it ran they are released, unless one of the next modules within
 `max_reuse_distance` elements uses them again. Weights below `persistence_threshold` elements are never partitioned.
-Several weights gathered at once arrive in one flat tensor; when the first of them is used, all are copied out of it, and it stays until
-the last of them is used. The first micro-batch of a run only learns the order: nothing is gathered ahead, nothing kept for later.
+Several weights gathered at once arrive in one flat tensor for each dtype; when the first of them is used, all are copied out, and the
+flat tensors stay until the last of them is used.
+The first micro-batch of a run only learns the order: nothing is gathered ahead, nothing kept for later.
 With `overlap_comm` all of this belongs to a stream of its own.
 
 Known limit: in the backward a module's weights are released when the next module's are asked for.
@@ -26,9 +27,9 @@ GATHERING_STREAM = 2
 
 @dataclass(slots=True)
 class _Flight:
-    """Weights gathered together in one flat block, on their way."""
+    """Weights gathered together, in one flat block for each dtype, on their way."""
 
-    block: int
+    blocks: list[int]
     waiting: list[torch.Tensor]
     copied: bool = False
 
@@ -95,7 +96,7 @@ class Gathering:
 
     def release_all(self) -> None:
         for flight in {id(flight): flight for flight in self._flights.values()}.values():
-            self._recorder.release(flight.block)
+            self._drop(flight)
         self._flights.clear()
         for key in list(self._live):
             self._free(key)
@@ -145,7 +146,10 @@ class Gathering:
             if self._on_host:
                 self._recorder.release(self._take(-(-parameter.nbytes // self._world)))  # the shard on its way from the host
         elif parameters:
-            flight = _Flight(self._take(sum(parameter.nbytes for parameter in parameters)), list(parameters))
+            sizes: dict[torch.dtype, int] = {}
+            for parameter in parameters:
+                sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+            flight = _Flight([self._take(size) for size in sizes.values()], list(parameters))
             self._flights |= dict.fromkeys(map(id, parameters), flight)
 
     def _arrive(self, parameter: torch.Tensor) -> None:
@@ -157,7 +161,11 @@ class Gathering:
             flight.copied = True
         flight.waiting = [one for one in flight.waiting if one is not parameter]
         if not flight.waiting:
-            self._recorder.release(flight.block)
+            self._drop(flight)
+
+    def _drop(self, flight: _Flight) -> None:
+        for block in flight.blocks:
+            self._recorder.release(block)
 
     def _release(self, key: int) -> None:
         soon = self._used_soon()

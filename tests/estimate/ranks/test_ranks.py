@@ -13,6 +13,8 @@ import torch.distributed as dist
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.estimate.ranks.loops import bucket_sizes
 from hfopt.estimate.ranks.world import fake_world
+from hfopt.estimate.ranks.zero import in_compute_dtype
+from hfopt.estimate.ranks.zero_linear import inputs_kept
 from hfopt.schema import BatchShape, Sharding, StepSettings, Workload, ZeroSizes
 from hfopt.units import MIB
 
@@ -183,6 +185,49 @@ def test_zero_3_gathers_on_a_stream_of_its_own_and_learns_the_order_in_the_first
     timeline = made.curve.timeline
     largest = max(timeline.sizes(2)[timeline.marks["step_1"] :])
     assert largest >= 2 * HIDDEN * VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("made_in_parts", "packed", "adapters"),
+    [(True, False, torch.float32), (True, True, torch.bfloat16), (False, False, torch.bfloat16)],
+)
+def test_adapters_keep_their_dtype_only_beside_weights_that_were_made_in_parts(
+    made_in_parts: bool, packed: bool, adapters: torch.dtype
+) -> None:
+    def build() -> Any:
+        model = llama(lora=True).build_model()
+        if packed:
+            model.register_parameter("packed", torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False))
+        return model
+
+    weights = dict(in_compute_dtype(build, "bf16", made_in_parts=made_in_parts)().named_parameters())
+    assert {weight.dtype for name, weight in weights.items() if "lora_" in name} == {adapters}
+    assert {weight.dtype for name, weight in weights.items() if "lora_" not in name and name != "packed"} == {torch.bfloat16}
+
+
+def test_under_zero_3_each_adapted_layer_keeps_its_input_twice() -> None:
+    """In float32 for the adapter, in bfloat16 for the frozen weight; under ZeRO-2 the two are one."""
+    sizes = replace(ZERO, persistence_threshold=HIDDEN * VOCABULARY)  # nothing comes and goes
+    two, three = (traced(Sharding(engine=engine, world_size=WORLD, zero=sizes), lora=True).curve for engine in ("zero2", "zero3"))
+    per_sample = [(curve.peak(64).allocated_bytes - curve.peak(32).allocated_bytes) / 32 for curve in (two, three)]
+    inputs = 32 * LAYERS * (6 + 4) * HIDDEN  # tokens; six projections take the hidden size, one four times that
+    assert per_sample[1] - per_sample[0] >= 4 * inputs
+
+
+def test_the_linear_layer_of_zero_3_is_torchs_but_for_what_it_keeps() -> None:
+    values, bias = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, requires_grad=True)
+    weight = torch.randn(5, 4)
+    usual = torch.nn.functional.linear
+    with inputs_kept():
+        made = torch.nn.functional.linear(values, weight, bias)
+        flat = torch.nn.functional.linear(values[0], weight.requires_grad_(), bias)
+    assert torch.nn.functional.linear is usual
+    assert any(kept is values for kept in made.grad_fn.saved_tensors)  # type: ignore[union-attr]
+    assert torch.allclose(made, usual(values, weight, bias)) and torch.allclose(flat, made[0])
+    ours = torch.autograd.grad(flat.square().sum(), (values, weight, bias))
+    assert all(map(torch.allclose, ours, torch.autograd.grad(usual(values[0], weight, bias).square().sum(), (values, weight, bias))))
+    deep = torch.autograd.grad(made.square().sum(), (values, bias))
+    assert all(map(torch.allclose, deep, torch.autograd.grad(usual(values, weight, bias).square().sum(), (values, bias))))
 
 
 def test_a_process_group_that_is_up_is_put_back() -> None:
