@@ -83,6 +83,8 @@ def device_of(subject: Subject, request: Request) -> Device:
         link, words = link_of(gpu, asked=request.link_rate, nodes=request.nodes)
         speed = replace(speed, link_bytes_per_s=link)
         notes.append(f"{world.ranks.world_size} devices over {words}")
+    elif request.link is not None:
+        notes.append(f"--link {request.link} changes nothing: one device sends nothing to others")
     return Device(
         gpu=gpu,
         name=gpu.name if gpu is not None else "the CPU",

@@ -109,6 +109,12 @@ def test_more_machines_meet_over_their_network(folder: Path) -> None:
     assert result.facts.job.world_size == 8
 
 
+def test_a_link_is_said_to_change_nothing_for_one_device(folder: Path) -> None:
+    said = [note for note in made(folder, num_gpus=1, link="pcie").facts.notes if "--link pcie" in note]
+    assert said == ["--link pcie changes nothing: one device sends nothing to others"]
+    assert not any("--link" in note for note in made(folder, link="pcie").facts.notes)
+
+
 def test_nothing_fits_names_every_engine(folder: Path) -> None:
     def refuses(subject: Subject) -> Plan:
         raise NothingFits("nothing fits: even one sample is too much")
