@@ -10,6 +10,7 @@ import pytest
 from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, deeper_ops, share_of, traced_depths
 from hfopt.estimate.memory import estimate, traced
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
+from hfopt.units import MIB
 from hfopt.workload.model import from_spec
 
 SIZES = ZeroSizes(reduce_bucket=256 * 256, prefetch_bucket=256 * 256)
@@ -28,10 +29,11 @@ def test_memory_and_arithmetic_are_those_of_the_deep_trace(tmp_path: Path) -> No
     workload = llama(tmp_path, LEAST_LAYERS)
     carried, own = estimate(workload, SHARDED), traced(workload, SHARDED)
     assert isinstance(carried.curve, DepthCurve)
-    for batch in (1, 16):
+    for batch, reserved_error in ((1, None), (16, 0.08), (64, 0.01)):  # of 130 MB at batch 1 a single segment is a sixth
         ours, real = carried.curve.peak(batch), own.curve.peak(batch)
         assert ours.allocated_bytes == pytest.approx(real.allocated_bytes, rel=0.02)
-        assert ours.reserved_bytes == pytest.approx(real.reserved_bytes, rel=0.08)
+        assert reserved_error is None or ours.reserved_bytes == pytest.approx(real.reserved_bytes, rel=reserved_error)
+        assert abs(ours.reserved_bytes - real.reserved_bytes) <= 24 * MIB  # a segment and a small one
         assert ours.breakdown is not None and ours.breakdown.total_bytes == ours.device_bytes
     flops = [sum(op.count * (op.flops_constant + 16 * op.flops_slope) for op in made.ops) for made in (carried, own)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-6)

@@ -56,9 +56,10 @@ class Zero2Loop(ZeroLoop):
         self._bucket.append(self._places[id(parameter)])
 
     def on_reduction(self, elements: int) -> None:
-        """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept."""
-        if self._layout.pieces(self._bucket) > 1:
-            self.session.recorder.release(self.hold(elements, self.dtype, "gradients", "flatten", stream=self._stream))
+        """Gradients of several ranks are put side by side in a flat tensor before they are summed; what this rank owns is kept.
+        Those of one rank need none: a block of no bytes stands there, so that models of two depths go through the same moments."""
+        flat = elements if self._layout.pieces(self._bucket) > 1 else 0
+        self.session.recorder.release(self.hold(flat, self.dtype, "gradients", "flatten", stream=self._stream))
         if self.sharding.offload_optimizer and self._is_last:
             for piece in self._layout.largest_pieces(self._bucket):
                 self.norm_of(piece, stream=self._stream)
