@@ -94,6 +94,7 @@ CASES: dict[str, Case] = {
     "zero3-2-tied": case(2, ZERO_3, model=TIED),
     "zero3-2-wide": case(2, ZERO_3, model=WIDE, batch=2),
     "zero3-2-lora": case(2, ZERO_3, lora=16, weights="bfloat16"),
+    "zero3-2-lora-checkpointing": case(2, {**ZERO_3, "gradient_checkpointing": True}, lora=16, weights="bfloat16"),
     "zero3-2-offload-states": case(2, STATES_3),
     "zero3-2-offload": case(2, OFFLOAD_3),
 }
