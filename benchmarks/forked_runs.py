@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 from hfopt.schema import Candidate, Gpu, TrainJob
+from hfopt.verify.arguments import Extent
 from hfopt.virtual.launch import environment
 
-STEPS = 2
+EXTENT = Extent(steps=2)
 _POLL_S = 0.05
 # asked whether there is a card while importing, PyTorch looks at NVML alone: CUDA's own count would spoil every fork
 _WITHOUT_THE_CARD = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONSAFEPATH": "1"}
@@ -51,7 +52,7 @@ class ForkedRuns:
         with tempfile.TemporaryDirectory(dir=self._folder.name) as name:
             folder = Path(name)
             plain = replace(job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides)))
-            (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": "virtual", "steps": STEPS}))
+            (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": "virtual", "extent": EXTENT}))
             os.mkfifo(folder / "candidate")
             card = environment(gpu, context_bytes=context_bytes, state=folder / "board")
             told = {key: value for key, value in card.items() if key.startswith("HFOPT_VIRTUAL_")}
