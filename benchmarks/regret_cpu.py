@@ -4,7 +4,8 @@ usage: python benchmarks/regret_cpu.py [MODEL ...]
 
 Three small models. For each: `hfopt plan` for the CPU (which times a few candidates itself), then an exhaustive grid of real Trainer runs
 over every divisor of the effective batch. Throughputs of plan and grid come from the same runs, one thread, interleaved, the best of a few
-rounds; they are judged by the CPU time of a step, which other work on the machine does not stretch, and shown by the clock as well. The
+rounds; they are judged by the CPU time of a step, which other work on the machine does not stretch, and shown by the clock as well. Each
+run is a process of its own, as training is: what an earlier run left in the C library's heap made batch 4 a third faster than it is. The
 last line is one JSON object.
 """
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import yaml
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hfopt.planner import Request, plan
+from hfopt.schema import TrainJob
 from hfopt.search.space import divisors
 from hfopt.workload.model import from_spec
 
@@ -63,8 +67,10 @@ class Timer(TrainerCallback):
         self.wall.append(time.perf_counter() - self._began[1])
 
 
-def real_run(workload: Any, batch: int, accumulation: int, folder: str) -> tuple[float, float]:
+def real_run(job: TrainJob, batch: int, folder: str) -> tuple[float, float]:
     """The fastest optimizer step of a short real Trainer run: (CPU, clock)."""
+    torch.set_num_threads(1)
+    workload, accumulation = from_spec(job.model, job.data), job.effective_batch // batch
     rows = range(batch * accumulation * (STEPS + 1))  # what a sample is, is decided when the batch is made, as in the plan's own runs
     timer = Timer()
     arguments = TrainingArguments(
@@ -90,13 +96,14 @@ def one_model(name: str, folder: Path) -> dict[str, Any]:
     path.write_text(yaml.safe_dump({"model_name_or_path": str(folder), "output_dir": str(folder / "out"), **settings}))
     made = plan(path, Request(gpu=None, allow=frozenset({"accumulation"})))
     chosen = made.candidate.per_device_batch
-    effective = made.facts.effective_batch
-    workload = from_spec(made.facts.job.model, made.facts.job.data)
+    effective, job = made.facts.effective_batch, made.facts.job
+    plain = replace(job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides)))
     cpu: dict[int, float] = {}
     wall: dict[int, float] = {}
     for _ in range(ROUNDS):
         for batch in divisors(effective):
-            cpu_s, wall_s = real_run(workload, batch, effective // batch, str(folder / "out"))
+            with multiprocessing.get_context("forkserver").Pool(1) as fresh:
+                cpu_s, wall_s = fresh.apply(real_run, (plain, batch, str(folder / "out")))
             cpu[batch], wall[batch] = min(cpu.get(batch, cpu_s), cpu_s), min(wall.get(batch, wall_s), wall_s)
     best = min(cpu, key=lambda batch: cpu[batch])
     share = cpu[best] / cpu[chosen]
@@ -118,8 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS))
     chosen = parser.parse_args().models
-    torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the plan's own dry runs
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer", "hfopt.workload.model"])
     result = {}
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:
