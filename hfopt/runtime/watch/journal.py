@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,7 @@ class Journal:
         head = json.dumps({"time": time.time(), **self.state, "status": line})
         target = self.path.with_name(LIVE if self.rank == 0 else f"live.rank{self.rank}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(".tmp")
+        temporary = target.with_suffix(f".{threading.get_ident()}.tmp")  # the sampler and the training thread may both be here
         temporary.write_text(f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
         temporary.replace(target)
 
