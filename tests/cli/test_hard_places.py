@@ -120,27 +120,30 @@ def test_five_hundred_configs_in_a_row_take_no_more_memory(config: Path) -> None
 # ---------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def below(process: psutil.Process) -> list[psutil.Process]:
+def family_of(pid: int) -> dict[int, psutil.Process]:
+    """It and its children; nothing once it has ended, which a quick machine does before anyone interrupts it."""
     try:
-        return [process, *process.children(recursive=True)]
+        process = psutil.Process(pid)
+        return {one.pid: one for one in [process, *process.children(recursive=True)]}
     except psutil.NoSuchProcess:
-        return []
+        return {}
 
 
 def interrupted(command: list[str], after_s: float, folder: Path, env: dict[str, str]) -> tuple[int, str]:
     """Starts it, sends SIGINT to its whole group as a terminal does, and waits; what is left of it afterwards is a failure."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp"), **env}
     (folder / "tmp").mkdir(exist_ok=True)
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     family: dict[int, psutil.Process] = {}
     until = time.monotonic() + after_s
-    while time.monotonic() < until and process.poll() is None:
-        family.update((one.pid, one) for one in below(psutil.Process(process.pid)))
-        time.sleep(0.05)
-    family.update((one.pid, one) for one in below(psutil.Process(process.pid)))
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, start_new_session=True, **streams) as process:
+        while time.monotonic() < until and process.poll() is None:
+            family |= family_of(process.pid)
+            time.sleep(0.05)
+        if process.poll() is None:
+            family |= family_of(process.pid)
+            os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
     _, left = psutil.wait_procs(list(family.values()), timeout=20)
     assert not left, [one.cmdline() for one in left]
     return process.returncode, said
