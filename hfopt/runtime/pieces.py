@@ -18,6 +18,7 @@ from hfopt.runtime.chunks import Inputs
 from hfopt.runtime.counters import Counters
 from hfopt.runtime.exactness import LossShape, Rule, RuleName
 from hfopt.runtime.replan import Refusal
+from hfopt.runtime.tf32 import tf32_is_on
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]
@@ -212,6 +213,6 @@ def _tolerance(trainer: Any, accelerator: Any) -> float:
     dtypes = {parameter.dtype for parameter in trainer.model.parameters()}
     if accelerator.mixed_precision in ("fp16", "bf16", "fp8") or dtypes & {torch.float16, torch.bfloat16}:
         return 2e-2
-    if torch.backends.cuda.matmul.allow_tf32 and trainer.args.device.type == "cuda":
+    if trainer.args.device.type == "cuda" and tf32_is_on():
         return 2e-3
     return 2e-5

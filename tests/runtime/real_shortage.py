@@ -63,6 +63,7 @@ def trainer(entries: list[Any] | None) -> tuple[Trainer, Level]:
         save_strategy="no",
         report_to=[],
         use_cpu=ON_CPU,
+        tf32=not ON_CPU or None,
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )

@@ -66,7 +66,7 @@ def test_on_the_virtual_gpu_its_card_and_torchs_memory_are_read(tmp_path: Path) 
     from hfopt.virtual.launch import environment
 
     script = """
-run = trainer(out, HFGpuMonitor(interval=0.1), collator=SlowCollator(0.05), use_cpu=False, dataset=Sentences(length=8))
+run = trainer(out, HFGpuMonitor(interval=0.1), collator=SlowCollator(0.05), use_cpu=False, tf32=True, dataset=Sentences(length=8))
 run.train()
 import json, torch
 (out / "torch.json").write_text(json.dumps([str(torch.cuda.get_device_properties(0).uuid), torch.cuda.max_memory_reserved()]))

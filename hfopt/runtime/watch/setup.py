@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hfopt.runtime.tf32 import tf32_is_on
 from hfopt.runtime.watch import header
 from hfopt.runtime.watch.cards import OwnCards, open_cards, torch_uuids
 from hfopt.runtime.watch.meter import Scale, cpu_peak_flops
@@ -62,7 +63,7 @@ def _peak_flops(args: Any, place: Place) -> float | None:
 def _precision(args: Any) -> str:
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return "tf32" if tf32_is_on() else "fp32"
 
 
 def facts_of(args: Any, state: Any, place: Place, plan: Any, model: Any = None) -> RunFacts:
