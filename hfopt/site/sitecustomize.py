@@ -56,6 +56,7 @@ def _protect(trainer_module: ModuleType) -> None:
 def _make_virtual(torch: ModuleType) -> None:
     if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
         importlib.import_module("hfopt_virtual_values").install()
+    importlib.import_module("hfopt_virtual_objects").install()
     torch.cuda._lazy_call(importlib.import_module("hfopt_virtual_kernels").choose)  # asked now, no fork could use the card any more
     after_import("triton", lambda module: importlib.import_module("hfopt_virtual_triton").install(module))
     if "HFOPT_REHEARSAL" in os.environ:
