@@ -1,8 +1,8 @@
 """Puts a plan onto a Trainer that exists: its arguments, and what it made of them when it was built.
 
-The Trainer reads most arguments when training begins. Four things it read earlier and are brought after: the size of its loader's
-batches, the accelerator's precision, DDP's search for unused parameters, checkpointing that is already on in the model. Whatever fails
-half way is taken back, so that the script's own settings stay whole.
+The Trainer reads most arguments when training begins. Six things it read earlier and are brought after: the size of its loader's
+batches, the accelerator's precision, DDP's search for unused parameters, checkpointing that is already on in the model, liger's kernels,
+and whether the model is compiled. Whatever fails half way is taken back, so that the script's own settings stay whole.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool
     args = trainer.args
     _switch_attention(trainer.model, changes)
     changes = [change for change in changes if change.key != _ATTENTION]
-    before = {change.key: getattr(args, change.key) for change in changes}
+    before = {key: getattr(args, key) for key in ("torch_compile_backend", *(change.key for change in changes))}
     batch, accepts = trainer._train_batch_size, trainer.model_accepts_loss_kwargs
     try:
         for change in changes:
             setattr(args, change.key, change.after)
-        _bring_after(trainer, frozenset(before), batch)
+        _bring_after(trainer, frozenset(change.key for change in changes), batch)
         if divides_loss:
             trainer.model_accepts_loss_kwargs = False
     except Exception:
@@ -54,9 +54,15 @@ def _bring_after(trainer: Any, changed: frozenset[str], old_batch: int) -> None:
     if changed & {"fp16", "bf16"}:
         _renew_accelerator(trainer)
     if "tf32" in changed:
-        _set_tf32(bool(args.tf32))
+        from hfopt.runtime.tf32 import set_tf32
+
+        set_tf32(bool(args.tf32))
     if "gradient_checkpointing" in changed:
         _checkpoint(trainer)
+    if args.use_liger_kernel and "use_liger_kernel" in changed:
+        _put_on_liger(trainer)
+    if args.torch_compile and "torch_compile" in changed:
+        _compile(trainer)
 
 
 def _regroup_generations(args: Any, old_batch: int) -> None:
@@ -81,17 +87,6 @@ def _renew_accelerator(trainer: Any) -> None:
     trainer.create_accelerator_and_postprocess()
 
 
-def _set_tf32(on: bool) -> None:
-    import torch
-
-    try:
-        from transformers.utils.import_utils import enable_tf32
-    except ImportError:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = on
-    else:
-        enable_tf32(on)
-
-
 def _checkpoint(trainer: Any) -> None:
     """Switched on by the Trainer itself when it begins; off, and DDP's flag, are up to us."""
     args, model = trainer.args, trainer.model
@@ -100,3 +95,20 @@ def _checkpoint(trainer: Any) -> None:
     handler = getattr(trainer.accelerator, "ddp_handler", None)
     if handler is not None and args.ddp_find_unused_parameters is None and hasattr(model, "is_gradient_checkpointing"):
         handler.find_unused_parameters = not args.gradient_checkpointing
+
+
+def _put_on_liger(trainer: Any) -> None:
+    """As the Trainer does when it is made."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    _apply_liger_kernel_to_instance(model=model, **(getattr(trainer.args, "liger_kernel_config", None) or {}))
+
+
+def _compile(trainer: Any) -> None:
+    """Accelerate compiles the model when training begins, as the plugin says that it was made with."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    args = trainer.args
+    args.torch_compile_backend = args.torch_compile_backend or "inductor"
+    trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hfopt.planner.attached import prepare as preparing
@@ -61,6 +65,33 @@ def test_settings_put_onto_a_trainer_do_what_they_do_from_the_start(tmp_path: Pa
     again.model.gradient_checkpointing_enable()
     apply_changes(again, changed(bf16=False, gradient_checkpointing=False))
     assert again.accelerator.mixed_precision == "no" and not again.model.is_gradient_checkpointing
+
+
+def test_a_plan_to_compile_has_the_model_compiled(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path)
+    trainer.args.torch_compile_backend = "aot_eager"  # quicker than generated code
+    try:
+        apply_changes(trainer, changed(torch_compile=True))
+        trainer.train()
+    finally:
+        AcceleratorState._reset_state()
+    assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule)
+    assert len(losses(trainer)) == 2
+
+
+def test_liger_is_put_onto_the_model_below_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[Any] = []
+    package = ModuleType("liger_kernel.transformers")
+    package._apply_liger_kernel_to_instance = lambda model, **options: fused.append((model, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", package)
+    trainer = trainer_in(tmp_path)
+    bare = trainer.model
+    trainer.model = get_peft_model(bare, LoraConfig(target_modules=["q_proj"]))
+    trainer.args.liger_kernel_config = {"rope": False}
+    apply_changes(trainer, changed(use_liger_kernel=True))
+    assert fused == [(bare, {"rope": False})]
+    assert trainer.args.use_liger_kernel
 
 
 def test_what_cannot_be_put_on_whole_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
