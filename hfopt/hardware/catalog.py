@@ -6,6 +6,7 @@ the slowest is taken and that is said, so that no speed is promised in vain.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -140,6 +141,11 @@ def _about_equal(left: int, right: int) -> bool:
 
 
 def _unknown(name: str) -> UnknownCardError:
+    several = re.fullmatch(r"\s*(\d{1,4})\s*[x×*]\s*(\D.*)", name)
+    if several and _candidates(several[2]):
+        return UnknownCardError(
+            f"no card called '{name}' in the catalog", hint=f"several cards: --gpu '{several[2]}' --num-gpus {several[1]}"
+        )
     hint = f"nearest: {', '.join(nearest(name))}; `hfopt gpus` lists all cards"
     return UnknownCardError(f"no card called '{name}' in the catalog", hint=hint)
 

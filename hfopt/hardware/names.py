@@ -14,6 +14,7 @@ _NOISE = frozenset(
 )
 _SYNONYMS = {"mobile": "laptop", "notebook": "laptop", "ws": "workstation"}
 _REWRITES = (
+    (r"(\d[a-z]*(?:[\s_-]+[a-z]+)?)[\s_-]+(\d{1,3})$", r"\1 \2gb"),  # 'A100-80', but not 'GTX 980'
     (r"titan[\s_-]*(rtx|xp|x|v)\b", r"titan\1"),  # here 'rtx' is the name
     (r"max[\s_-]*q", "maxq"),
     (r"(?<![.\d])(\d+)\s*gi?b\b", r" \1gb "),  # but not in the MIG profile 1g.5gb

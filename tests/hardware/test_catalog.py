@@ -79,6 +79,25 @@ def test_form_factors_of_one_memory_are_taken_for_the_slowest_and_it_is_said() -
 
 
 @pytest.mark.parametrize(
+    ("asked", "is_"),
+    [
+        ("A100-80", "A100 PCIe 80GB"),
+        ("A100 SXM 40", "A100 SXM 40GB"),
+        ("v100 32", "Tesla V100 PCIe 32GB"),
+        ("4060 ti 16", "GeForce RTX 4060 Ti 16GB"),
+    ],
+)
+def test_a_number_behind_the_name_is_its_memory(asked: str, is_: str) -> None:
+    assert catalog.find(asked).name == is_
+
+
+def test_so_many_cards_are_asked_for_otherwise() -> None:
+    with pytest.raises(catalog.UnknownCardError) as caught:
+        catalog.find("8×A100-80")
+    assert caught.value.hint == "several cards: --gpu 'A100-80' --num-gpus 8"
+
+
+@pytest.mark.parametrize(
     ("asked", "near"),
     [
         ("RTX 3071", "GeForce RTX 3070"),
