@@ -46,19 +46,14 @@ class Device:
         )
 
     def stored_in(self, workload: Workload) -> str | None:
-        """What the weights are stored in while training; None where nobody knows."""
-        from hfopt.workload.recipe import Recipe, weights_dtype
+        from hfopt.workload.recipe import stored_in
 
-        recipe = workload.build_model
-        return (
-            str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else workload.weights_dtype
-        )
+        return stored_in(workload)
 
     def trained_in(self, workload: Workload) -> str | None:
-        from hfopt.workload.recipe import Recipe
+        from hfopt.workload.recipe import DTYPE_OPTION
 
-        recipe = workload.build_model
-        stated = getattr(recipe.config, "dtype", None) if isinstance(recipe, Recipe) else None
+        stated = getattr(getattr(workload.build_model, "config", None), DTYPE_OPTION, None)
         return None if stated is None else str(stated).removeprefix("torch.")
 
 

@@ -99,6 +99,5 @@ def writing_of(subject: Subject, *, precision: Precision, dtype: str | None) -> 
 
 
 def _config(subject: Subject) -> Any:
-    built = subject.workload.build_model
-    config: Any = getattr(built, "config", None) or getattr(getattr(built, "template", None), "config", None)
+    config: Any = getattr(subject.workload.build_model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config

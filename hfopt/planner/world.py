@@ -45,11 +45,9 @@ def hidden_size(subject: Subject) -> int | None:
 
 def weight_bytes(subject: Subject) -> int:
     """Of one weight as it is stored while training."""
-    from hfopt.workload.recipe import Recipe, weights_dtype
+    from hfopt.workload.recipe import stored_in
 
-    recipe = subject.workload.build_model
-    half = isinstance(recipe, Recipe) and str(weights_dtype(recipe.spec, recipe.config)) in ("torch.bfloat16", "torch.float16")
-    return 2 if half else 4
+    return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
 
 
 def _ranks(subject: Subject, sharding: Sharding) -> Ranks:

@@ -9,21 +9,27 @@ Limits: means over unequal numbers of tokens are weighted by the micro-batch the
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from hfopt.errors import WorkloadError
 from hfopt.schema import Neutrality
+from hfopt.verify.tiny import shrink
 from hfopt.workload.copies import copies_of
 from hfopt.workload.own_loss import apart, loss_of
 from hfopt.workload.samples import readable_samples, same_random_state
 from hfopt.workload.trainer import collator_of
 
-_FAILURES = (AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
+_FAILURES = (WorkloadError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 """What a loss may raise on fewer samples than it was made for; then there is no answer."""
 _MOST_PARAMETERS = 200_000_000  # of a copy: a few forward passes of that on the CPU take seconds
+_OF_THE_DATA = frozenset(
+    {"vocab_size", "max_position_embeddings", "n_positions", "image_size", "num_channels", "id2label", "label2id", "problem_type"}
+)
 _BETWEEN = 0.1  # of the loss: rounding, and masks drawn anew for each group (a contrastive loss of one sample is off by all of it)
 
 
@@ -33,9 +39,7 @@ def probe_live(trainer: Any) -> Neutrality | None:
 
     base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     name = type(base).__name__
-    answer = _asked(trainer, trainer.model)
-    if answer is None and _may_be_copied(trainer.model):
-        answer = _asked(trainer, _noise(copies_of(trainer)()))
+    answer = _asked(trainer, base)
     if answer is None:
         return None
     uses, separable, counts_items = answer
@@ -54,9 +58,10 @@ def probe_live(trainer: Any) -> Neutrality | None:
     )
 
 
-def _asked(trainer: Any, model: torch.nn.Module) -> tuple[bool, bool, bool] | None:
+def _asked(trainer: Any, base: Any) -> tuple[bool, bool, bool] | None:
     """Uses the items, is separable, is given items at all."""
     try:
+        model = _stand_in(trainer, base) if _means_nothing(trainer.model) else trainer.model
         with same_random_state(), _evaluating(model), torch.no_grad():
             asked = _Asked(trainer, model)
             uses, separable = asked.uses_items(), asked.is_separable()
@@ -65,10 +70,19 @@ def _asked(trainer: Any, model: torch.nn.Module) -> tuple[bool, bool, bool] | No
     return None if uses is None or separable is None else (uses, separable, asked.counts_items)
 
 
-def _may_be_copied(model: torch.nn.Module) -> bool:
-    """A device whose values mean nothing (the virtual GPU) gives no answer; a copy on the CPU does."""
-    parameters = list(model.parameters())
-    return bool(parameters[0].is_cuda) and sum(parameter.numel() for parameter in parameters) <= _MOST_PARAMETERS
+def _means_nothing(model: torch.nn.Module) -> bool:
+    """The virtual GPU's numbers do not, and what is asked there would be counted as the script's own memory: a copy on the CPU answers."""
+    return "HFOPT_VIRTUAL_STATE" in os.environ and bool(next(model.parameters()).is_cuda)
+
+
+def _stand_in(trainer: Any, base: Any) -> torch.nn.Module:
+    """The model itself, or a tiny one of its class that takes the same samples: what its loss does is not a matter of size."""
+    if sum(parameter.numel() for parameter in trainer.model.parameters()) <= _MOST_PARAMETERS:
+        return _noise(copies_of(trainer)())
+    fields = base.config.to_dict()
+    of_the_data = {key: value for key, value in fields.items() if key in _OF_THE_DATA or key.endswith("_token_id")}
+    config = type(base.config).from_dict({**shrink(fields), **of_the_data})
+    return _noise(type(base)(config))
 
 
 def _noise(model: torch.nn.Module) -> torch.nn.Module:

@@ -26,6 +26,11 @@ class Copies:
     trainer: Any
     template: nn.Module
 
+    @property
+    def config(self) -> Any:
+        """The model's own, None where it has none."""
+        return getattr(self.template, "config", None)
+
     def __call__(self) -> nn.Module:
         return build_here(lambda: copy.deepcopy(self.template), real=lambda: _copied(self.trainer, keep_weights=True))
 

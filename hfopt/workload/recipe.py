@@ -13,7 +13,7 @@ from torch import nn
 
 from hfopt.errors import WorkloadError
 from hfopt.quiet import quietly
-from hfopt.schema import ModelSpec
+from hfopt.schema import ModelSpec, Workload
 from hfopt.workload.adapters import add_lora, freeze
 from hfopt.workload.build import build_here, skeleton
 from hfopt.workload.heads import Head
@@ -22,7 +22,7 @@ from hfopt.workload.quantize import quantize
 from hfopt.workload.sources import ConfigSource
 
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])
-_DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"
+DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _STRICT = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)  # what configs of transformers 5 are checked with
 FAILURES = (
@@ -81,7 +81,7 @@ class Recipe:
         return model
 
     def _bare(self) -> nn.Module:
-        options: dict[str, Any] = {_DTYPE_OPTION: weights_dtype(self.spec, self.config)}
+        options: dict[str, Any] = {DTYPE_OPTION: weights_dtype(self.spec, self.config)}
         if self.spec.attn_implementation is not None:
             options["attn_implementation"] = "sdpa" if uses_flash(self.spec) else self.spec.attn_implementation
         with quietly():
@@ -129,13 +129,19 @@ def repeated_blocks(model: nn.Module) -> int | None:
     return max((len(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1), default=None)
 
 
+def stored_in(workload: Workload) -> str | None:
+    """What the weights are stored in while training; None where nobody knows."""
+    recipe = workload.build_model
+    return str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else workload.weights_dtype
+
+
 def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
     """As from_pretrained does: the stated dtype; unstated or 'auto' is the checkpoint's from transformers 5 on, float32 before."""
     stated = spec.weights_dtype
     if stated is None and _TRANSFORMERS < 5:
         return torch.float32
     if stated in (None, "auto"):
-        stated = getattr(config, _DTYPE_OPTION, None) or "float32"
+        stated = getattr(config, DTYPE_OPTION, None) or "float32"
     if isinstance(stated, torch.dtype):
         return stated
     name = str(stated).removeprefix("torch.")
