@@ -13,11 +13,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from hfopt.schema import Candidate, Rejection, StepTime
-from hfopt.search.feasible import hole_reason, split
+from hfopt.search.feasible import bound_reason, hole_reason, split
 from hfopt.search.rank import TIE, rank
 
 
@@ -81,7 +80,7 @@ def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int
             if tighter > seconds:
                 heapq.heappush(heap, (tighter, False, index))
             elif at_most is not None and at_most < candidate.per_device_batch:
-                rejected.extend(split([candidate], partial(_constant, at_most or None), budget_bytes)[1])
+                rejected.append(Rejection(candidate=candidate, reason=bound_reason(candidate, at_most, budget_bytes)))
             else:
                 heapq.heappush(heap, (models.time(candidate).step_s, True, index))
             continue
@@ -92,10 +91,6 @@ def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int
             best_s = min(best_s, seconds)
     _add_the_rest(left, candidates, models, budget_bytes, best_s, fitting, rejected)
     return Found(ranked=rank(fitting, fitting.__getitem__, current=current), rejected=tuple(rejected))
-
-
-def _constant(limit: int | None, candidate: Candidate) -> int | None:
-    return limit
 
 
 def _add_the_rest(

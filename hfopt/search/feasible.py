@@ -36,6 +36,13 @@ def _reason(candidate: Candidate, limit: int | None, budget_bytes: int) -> str:
     return f"batch {candidate.per_device_batch} does not fit into {budget}: at most {limit} with these settings"
 
 
+def bound_reason(candidate: Candidate, at_most: int, budget_bytes: int) -> str:
+    """For one that was not traced, above a bound that no batch passes: less may be too much as well."""
+    if not at_most:
+        return _reason(candidate, None, budget_bytes)
+    return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at most {at_most}, perhaps fewer"
+
+
 def hole_reason(candidate: Candidate, budget_bytes: int) -> str:
     """For one that its settings' largest batch would let in."""
     return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at this batch more is kept in the cache"

@@ -26,7 +26,7 @@ class Arithmetic:
     speed: dict[Group, float]
     limit: dict[Group, int | None]
     slack: float
-    hopeless: frozenset[Group] = frozenset()
+    bound: dict[Group, int] = field(default_factory=dict)  # no batch above it fits
     traced: set[Group] = field(default_factory=set)
     holes: frozenset[int] = frozenset()  # batches that do not fit although larger ones do
     asked: list[Candidate] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Arithmetic:
         return self.limit[self.group(candidate)]
 
     def at_most(self, candidate: Candidate) -> int | None:
-        return 0 if self.group(candidate) in self.hopeless else None
+        return self.bound.get(self.group(candidate))
 
     def known(self, candidate: Candidate) -> bool:
         return self.group(candidate) in self.traced
@@ -119,11 +119,19 @@ def test_what_may_tie_with_the_best_is_traced_and_ranked() -> None:
 
 def test_what_surely_does_not_fit_is_not_traced() -> None:
     fast = {g: 1.0 if g == ("bf16", 2) else 5.0 for g in GROUPS}
-    models = Arithmetic(speed=fast, limit=dict.fromkeys(GROUPS, 1000), slack=0.0, hopeless=frozenset({("bf16", 2)}))
+    models = Arithmetic(speed=fast, limit=dict.fromkeys(GROUPS, 1000), slack=0.0, bound={("bf16", 2): 0})
     found = best_first(every(64), models, 1 << 30)
     assert ("bf16", 2) not in models.traced
     refused = [r.reason for r in found.rejected if r.candidate.checkpointing.every_n_layers == 2 and r.candidate.precision == "bf16"]
     assert refused and all("not even one sample" in reason for reason in refused)
+
+
+def test_a_bound_is_not_told_as_what_fits() -> None:
+    models = Arithmetic(speed=dict.fromkeys(GROUPS, 1.0), limit=dict.fromkeys(GROUPS, 3), slack=1.0, bound={("bf16", 0): 8})
+    pool = [c for c in every(64) if (c.precision, c.checkpointing.every_n_layers) == ("bf16", 0)]
+    reasons = {r.candidate.per_device_batch: r.reason for r in best_first(pool, models, 1 << 30).rejected}
+    assert reasons[16] == "batch 16 does not fit into 1.00 GiB: at most 8, perhaps fewer"
+    assert reasons[8] == "batch 8 does not fit into 1.00 GiB: at most 3 with these settings"
 
 
 def test_the_winner_fits_at_its_own_batch_and_nobody_else_is_asked() -> None:
