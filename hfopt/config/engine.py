@@ -47,11 +47,30 @@ def model_parallel_of(args: Mapping[str, Any], folder: Path | None = None) -> in
     return product
 
 
+def fixed_by_deepspeed(args: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """What the DeepSpeed config states itself, by the argument that has to agree; 'auto' leaves it to the arguments.
+
+    The optimizer stands for no value of `optim`; it takes its place.
+    """
+    if not args.get("deepspeed"):
+        return {}
+    config = _mapping(args["deepspeed"], "deepspeed", folder)
+    stated = {
+        "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
+        "train_batch_size": config.get("train_batch_size"),
+        "bf16": (config.get("bf16") or {}).get("enabled"),
+        "fp16": (config.get("fp16") or {}).get("enabled"),
+        "optim": (config.get("optimizer") or {}).get("type"),
+    }
+    return {key: value for key, value in stated.items() if value not in (None, "auto")}
+
+
 def _mapping(value: Any, key: str, folder: Path | None) -> Mapping[str, Any]:
     if isinstance(value, Mapping):
         return {str(name).removeprefix("fsdp_"): item for name, item in value.items()}
     path = Path(str(value)).expanduser()
-    places = [path] if folder is None or path.is_absolute() else [path, folder / path]
+    places = [path] if folder is None or path.is_absolute() or folder == Path() else [path, folder / path]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise ConfigError(f"{key}: {value} is not there", hint=f"looked for {' and '.join(map(str, places))}")

@@ -153,6 +153,7 @@ def _gpu(device: nvml.Device) -> Gpu | None:
         power_limit_w=gpu.power_limit_w or known.power_limit_w,
         pcie_bytes_per_s=gpu.pcie_bytes_per_s or known.pcie_bytes_per_s,
         nvlink_bytes_per_s=known.nvlink_bytes_per_s if chip.active_nvlinks else None,
+        nvlink_by_bridge=known.nvlink_by_bridge,
         catalog_name=known.name,
         source=known.source,
     )

@@ -115,6 +115,7 @@ def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
         "power_limit_w": card["power_w"],
         "pcie_bytes_per_s": PCIE_BYTES_PER_S_PER_LANE[card["pcie_generation"]] * card["pcie_lanes"],
         "nvlink_bytes_per_s": card["nvlink_gb_s"] * 1e9 if "nvlink_gb_s" in card else None,
+        "nvlink_by_bridge": card.get("nvlink_bridge", False),
         "catalog_name": card["name"],
         "source": card["source"],
     }

@@ -75,7 +75,7 @@ def device_of(subject: Subject, request: Request) -> Device:
     base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
     world = world_of(subject)
     if world.ranks.world_size > 1:
-        link, words = link_of(gpu, asked=request.link_rate, nodes=request.nodes)
+        link, words = link_of(hardware, asked=request.link_rate, nodes=request.nodes)
         speed = replace(speed, link_bytes_per_s=link)
         notes.append(f"{world.ranks.world_size} devices over {words}")
     elif request.link is not None:

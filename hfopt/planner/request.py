@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from hfopt.config.edit import upgrade
-from hfopt.config.engine import model_parallel_of
+from hfopt.config.engine import fixed_by_deepspeed, model_parallel_of
 from hfopt.config.load import Loaded, load, load_document
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
@@ -140,9 +140,36 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     job = asked(loaded.job, request)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
+    fixed = {} if request.engine is not None else fixed_by_deepspeed(job.args, path.parent)
+    _check_agreement(job, fixed)
+    job = replace(job, kept=job.kept | fixed.keys())
     known(job, hardware)
     workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=_misspelt(loaded))
+    return Subject(
+        job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=(*_misspelt(loaded), *_fixed(fixed))
+    )
+
+
+def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:
+    """transformers compares the DeepSpeed config with its arguments and refuses to start where they differ."""
+    ours = {
+        "per_device_train_batch_size": job.per_device_batch,
+        "gradient_accumulation_steps": job.accumulation,
+        "train_batch_size": job.effective_batch,
+        "bf16": bool(job.args.get("bf16")),
+        "fp16": bool(job.args.get("fp16")),
+    }
+    for key, value in ours.items():
+        if fixed.get(key, value) != value:
+            raise ConfigError(
+                f"{key}: the DeepSpeed config says {fixed[key]}, the training arguments {value}: transformers refuses to start",
+                hint='write "auto" in the DeepSpeed config, and the arguments decide',
+            )
+
+
+def _fixed(fixed: Mapping[str, Any]) -> tuple[str, ...]:
+    stated = [key for key in fixed if key not in ("optim", "train_batch_size")]
+    return (f'the DeepSpeed config states {", ".join(stated)}: not changed; with "auto" there they are planned',) if stated else ()
 
 
 def _misspelt(loaded: Loaded) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from hfopt.config.engine import sharding_of
 from hfopt.config.step import precision_of
 from hfopt.estimate.step_time import Ranks
 from hfopt.planner.request import Subject
-from hfopt.schema import Gpu, Sharding
+from hfopt.schema import Hardware, Sharding
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
@@ -78,11 +78,13 @@ def _host_s(subject: Subject, sharding: Sharding, *, passes: int) -> float:
     return passes * UPDATE_BYTES * updated * per_node / HOST_BYTES_PER_S + copied / pcie
 
 
-def link_of(gpu: Gpu | None, *, asked: tuple[str, float | None] | None, nodes: int) -> tuple[float | None, str]:
+def link_of(hardware: Hardware, *, asked: tuple[str, float | None] | None, nodes: int) -> tuple[float | None, str]:
     """The slowest link of the ring in bytes/s, and the words for it. `asked` is the kind given with --link and its rate, if told."""
+    gpu = hardware.smallest
     if gpu is None:
         return None, "memory of this machine"
-    inside, words = (gpu.nvlink_bytes_per_s, "NVLink") if gpu.nvlink_bytes_per_s else (gpu.pcie_bytes_per_s, "PCIe")
+    bridged = not gpu.nvlink_by_bridge or (len(hardware.gpus) == 2 and not hardware.hypothetical)
+    inside, words = (gpu.nvlink_bytes_per_s, "NVLink") if gpu.nvlink_bytes_per_s and bridged else (gpu.pcie_bytes_per_s, "PCIe")
     kind, rate = asked or (None, None)
     if kind == "nvlink":
         inside, words = rate or gpu.nvlink_bytes_per_s, "NVLink"

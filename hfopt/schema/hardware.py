@@ -25,6 +25,7 @@ class Gpu:
     power_limit_w: float | None = None
     pcie_bytes_per_s: float | None = None
     nvlink_bytes_per_s: float | None = None  # total, one direction
+    nvlink_by_bridge: bool = False  # it joins two cards, where the part was bought
     uuid: str | None = None
     index: int | None = None  # the driver's, as nvidia-smi shows it; CUDA's is the place in Hardware.gpus
     mig: bool = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hfopt.errors import ConfigError
 from hfopt.planner import request
 from hfopt.planner.request import Request, from_file
 
@@ -19,3 +22,46 @@ def test_a_misspelt_key_is_a_note_of_the_plan(tmp_path: Path, monkeypatch: pytes
     assert [note for note in subject.notes if "gradient_acumulation_steps" in note and "gradient_accumulation_steps?" in note]
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\nmy_own_key: 4\n")
     assert from_file(config, Request(gpu="t4")).notes == ()
+
+
+@pytest.fixture
+def with_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(request, "workload_of", lambda job: None)
+
+    def read(deepspeed: dict[str, Any], **wishes: Any) -> Any:
+        (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
+        config = tmp_path / "train.yaml"
+        lines = "model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\nbf16: true\ndeepspeed: ds.json\n"
+        config.write_text(lines)
+        return from_file(config, Request(gpu="3090", num_gpus=2, **wishes))
+
+    return read
+
+
+def test_what_the_deepspeed_config_states_is_kept_and_auto_is_not(with_deepspeed: Any) -> None:
+    stated = with_deepspeed(
+        {
+            "train_micro_batch_size_per_gpu": 16,
+            "gradient_accumulation_steps": "auto",
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "Adam"},
+        }
+    )
+    assert stated.job.kept == {"per_device_train_batch_size", "bf16", "optim"}
+    assert [note for note in stated.notes if "per_device_train_batch_size, bf16: not changed" in note]
+    automatic = with_deepspeed({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "bf16": {"enabled": "auto"}})
+    assert not automatic.job.kept and not automatic.notes
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "said"),
+    [
+        ({"train_micro_batch_size_per_gpu": 8}, "per_device_train_batch_size: the DeepSpeed config says 8, the training arguments 16"),
+        ({"train_batch_size": 16}, "train_batch_size: the DeepSpeed config says 16, the training arguments 32"),
+        ({"fp16": {"enabled": True}}, "fp16: the DeepSpeed config says True, the training arguments False"),
+    ],
+)
+def test_a_deepspeed_config_that_says_otherwise_would_not_start(with_deepspeed: Any, deepspeed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        with_deepspeed(deepspeed)
+    assert not with_deepspeed(deepspeed, engine="ddp").job.kept  # another engine was asked for, and the file is not read

@@ -56,9 +56,19 @@ def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Preci
         try:
             return fsdp2_prepare_model(stand_in, model)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
-            raise TraceError(f"FSDP2 cannot shard {type(model).__name__}: {error}", hint="plan with another --engine") from error
+            raise _cannot_shard(type(model).__name__, str(error)) from error
 
     return build_sharded
+
+
+def refusal(error: TraceError, model_class: str) -> TraceError:
+    """torch looks at all units together only when the first step begins; what it says then is not the model's fault."""
+    said = str(error.__cause__ or error)
+    return _cannot_shard(model_class, said.split(". ")[0]) if "FSDP" in said else error
+
+
+def _cannot_shard(model_class: str, why: str) -> TraceError:
+    return TraceError(f"FSDP2 cannot shard {model_class} with this torch and accelerate: {why}", hint="plan with another --engine")
 
 
 @contextmanager

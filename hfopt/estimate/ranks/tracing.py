@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from hfopt.errors import TraceError
 from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.op_costs import cost
 from hfopt.estimate.preparation import prepared
@@ -30,7 +31,7 @@ def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
 
             build = in_compute_dtype(build, settings.precision, made_in_parts=engine == "zero3")
         elif sharding is not None and engine == "fsdp2":
-            from hfopt.estimate.ranks.fsdp import fully_sharded
+            from hfopt.estimate.ranks.fsdp import fully_sharded, refusal
             from hfopt.estimate.ranks.recorder import ShardRecorder
             from hfopt.estimate.ranks.world import fake_world
 
@@ -38,5 +39,8 @@ def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
             build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
         tracer = Tracer(build, workload.make_batch, kernels, cost=cost, recorder=recorder, weights_on_host=on_host)
         if engine == "fsdp2":
-            tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)
+            try:
+                tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)
+            except TraceError as error:
+                raise refusal(error, workload.model_class) from error
         yield tracer

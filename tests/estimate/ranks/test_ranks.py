@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hfopt.errors import TraceError
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.estimate.ranks.loops import bucket_sizes
 from hfopt.estimate.ranks.world import fake_world
@@ -241,3 +242,15 @@ def test_a_process_group_that_is_up_is_put_back() -> None:
         assert dist.get_world_size() == 2 and sys.excepthook is hook
     finally:
         dist.destroy_process_group()
+
+
+def test_what_torch_says_of_the_units_is_told_as_the_engines_own() -> None:
+    from hfopt.estimate.ranks.fsdp import refusal
+
+    shared = TraceError("the model cannot be traced: aten::add in the model: Parameter 'a' is shared")
+    shared.__cause__ = ValueError("Parameter 'a' is shared with a parameter already managed by another FSDP group. Do this")
+    told = refusal(shared, "BertForMaskedLM")
+    assert str(told).startswith("FSDP2 cannot shard BertForMaskedLM") and str(told).endswith("by another FSDP group")
+    assert told.hint == "plan with another --engine"
+    own = TraceError("the model cannot be traced: aten::item")
+    assert refusal(own, "Mine") is own
