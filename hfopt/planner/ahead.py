@@ -1,7 +1,8 @@
 """Two traces at once: what will surely be asked next is traced in a forked child while this process traces something else.
 
 A fork needs no second import of torch and transformers, which cost more than a trace. It is left out where it would not help or not be
-safe: one core, no fork on this system, another thread at work (a spinner may turn).
+safe: one core, no fork on this system, another thread at work (a spinner may turn). Threads of a library do not live on in the child, which
+would wait for them for ever: it computes with one thread, and one that stands still all the same is given up.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from hfopt.estimate.memory import Estimate
 from hfopt.schema import StepSettings, Workload
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LOOK_S = 0.5
+_PATIENCE_S = 10.0
 Estimator = Callable[[Workload, StepSettings], Estimate]
 Asked = tuple[Workload, StepSettings]
 
@@ -50,8 +53,9 @@ class Ahead:
 
     def __call__(self, workload: Workload, settings: StepSettings) -> Estimate:
         while settings in self._expected and self._child is not None:
-            made = self._received(self._child[1])
-            self._answers[self._expected.pop(0)] = made
+            made = self._received(*self._child)
+            if self._expected:
+                self._answers[self._expected.pop(0)] = made
         return self._answers.pop(settings, None) or self._estimator(workload, settings)
 
     def close(self) -> None:
@@ -64,8 +68,11 @@ class Ahead:
         self._child = None
         self._expected.clear()
 
-    def _received(self, receiving: Connection) -> Estimate | None:
-        """The next answer; None where the child could not trace it, or is gone."""
+    def _received(self, child: Any, receiving: Connection) -> Estimate | None:
+        """The next answer; None where the child could not trace it, is gone, or stands still."""
+        if not _works(child.pid, receiving):
+            self.close()
+            return None
         try:
             made = receiving.recv()
         except EOFError:
@@ -73,7 +80,28 @@ class Ahead:
         return made if isinstance(made, Estimate) else None
 
 
+def _works(pid: int, receiving: Connection) -> bool:
+    """Waits for an answer; False when the process has taken no processor time for a while."""
+    import psutil
+
+    used_s = idle_s = 0.0
+    while not receiving.poll(_LOOK_S):
+        try:
+            times = psutil.Process(pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return receiving.poll()
+        now_s = times.user + times.system
+        idle_s = 0.0 if now_s > used_s else idle_s + _LOOK_S
+        used_s = now_s
+        if idle_s >= _PATIENCE_S:
+            return False
+    return True
+
+
 def _trace(estimator: Estimator, expected: Sequence[Asked], receiving: Connection, sending: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it holds copies of the parent's pipes: it must not outlive it
     receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import Estimate
@@ -51,6 +53,44 @@ def test_what_was_not_started_or_failed_there_is_made_here() -> None:
     assert early(WORKLOAD, CHECKED).seconds == HERE
     assert early(WORKLOAD, HALVED).seconds != HERE
     assert early(WORKLOAD, HALVED).seconds == HERE  # an answer is given once
+    early.close()
+
+
+def computed(_: Workload, settings: StepSettings) -> Estimate:
+    """With so large a tensor that torch takes several threads, where it may."""
+    torch.rand(1 << 22).sin()
+    return answer(_, settings)
+
+
+def test_a_child_that_computes_does_not_wait_for_its_parents_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        computed(WORKLOAD, PLAIN)
+        early = Ahead(computed)
+        early.start([(WORKLOAD, PLAIN)])
+        assert early(WORKLOAD, PLAIN).seconds != HERE
+        early.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+def stuck(_: Workload, settings: StepSettings) -> Estimate:
+    if os.getpid() != HERE:
+        threading.Event().wait()
+    return answer(_, settings)
+
+
+def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
+    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.5)
+    early = Ahead(stuck)
+    early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)])
+    assert early._child is not None
+    child = early._child[0]
+    assert early(WORKLOAD, PLAIN).seconds == HERE
+    assert early(WORKLOAD, HALVED).seconds == HERE
+    assert not child.is_alive()
     early.close()
 
 
