@@ -103,3 +103,16 @@ def test_what_comes_out_loads_where_the_card_is(plans: dict[str, Plan]) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         loaded += done.stdout.split()
     assert sorted(loaded) == sorted(plans)
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_the_command_in_its_first_line_works(config: Path, tmp_path: Path) -> None:
+    """As it stands there: with the model's own traces, and rehearsed on a virtual card."""
+    command = [sys.executable, "-m", "hfopt", "plan", str(config), "--gpu", card_of(config), "--trust-remote-code"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert isinstance(yaml.safe_load(done.stdout), dict)
+    cannot_run = config.stem == "sound_cnn_lstm_rtx4060"  # cuDNN's LSTM
+    assert ("rehearsed on the virtual GPU: " in done.stderr) != cannot_run, done.stderr
