@@ -29,12 +29,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 90
 """Seconds of the processor, not of the clock: a busy machine must not decide."""
+_SAID_BYTES = 1000
 _PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
 _SEARCH = "tests/search"
 _EDIT = ("tests/config/test_edit.py", "tests/config/test_edit_properties.py")
 TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mutants do not get past them
     "hfopt/runtime/replan.py": ("tests/runtime/test_replan.py",),
     "hfopt/estimate/allocator.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/estimate/blocks.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/estimate/expandable.py": ("tests/estimate/test_allocator.py",),
     "hfopt/config/edit.py": _EDIT,
     "hfopt/config/splices.py": _EDIT,
     "hfopt/config/operations.py": _EDIT,
@@ -170,51 +173,69 @@ def _copy_code(old: Any, new: Any) -> None:
         old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    verdict: str  # killed, survived or endless
+    by: str  # the test that failed, and what it said
+
+
 class _Trials:
     """A pytest plugin: instead of running the tests once, runs them in a forked process for each mutant.
 
     Examples come before properties: most mutants do not get past them, and a property takes a hundred times as long.
     """
 
-    def __init__(self, path: str, known: dict[str, str], every: int, keep: Callable[[str, str], None]) -> None:
+    def __init__(self, path: str, known: dict[str, str], every: int, keep: Callable[[str, Outcome], None]) -> None:
         self.path, self.known, self.every, self.keep = path, known, every, keep
+        self.failure = ""
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items.sort(key=lambda item: hasattr(item.obj, "hypothesis"))
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.failure:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            said = (crash.message if crash else str(report.longrepr)).partition("\n")[0]
+            self.failure = f"{report.nodeid} ({report.when}): {said}"
 
     def pytest_runtestloop(self, session: Any) -> bool:
         source = (ROOT / self.path).read_text()
         module = sys.modules[self.path.removesuffix(".py").replace("/", ".")]
         unchanged = Mutant(what="", tree=ast.parse(source), constant=None)
-        if outcome(session, module, unchanged) != "survived":
-            print(f"{self.path}: its tests fail without any change", file=sys.stderr)
+        came = self.outcome(session, module, unchanged)
+        if came.verdict != "survived":
+            print(f"{self.path}: its tests fail without any change: {came.by}", file=sys.stderr)
             return True
         for number, mutant in enumerate(mutants(source)):
             if number % self.every == 0 and mutant.what not in self.known:
-                self.keep(mutant.what, outcome(session, module, mutant))
+                self.keep(mutant.what, self.outcome(session, module, mutant))
         return True
 
+    def outcome(self, session: Any, module: ModuleType, mutant: Mutant) -> Outcome:
+        """From a forked process that runs the collected tests on the mutant until one fails."""
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+            try:
+                become(module, mutant)
+                for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+                    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                    if session.testsfailed:
+                        break
+            except BaseException as error:  # noqa: BLE001 - a module that cannot even be loaded is found as well
+                self.failure = f"outside of a test: {error!r}"
+            os.write(writing, self.failure.encode()[:_SAID_BYTES])
+            os._exit(1 if self.failure else 0)
+        os.close(writing)
+        with os.fdopen(reading, errors="replace") as stream:
+            by = stream.read()
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return Outcome(verdict="endless" if code == -signal.SIGXCPU else "killed" if code else "survived", by=by)
 
-def outcome(session: Any, module: ModuleType, mutant: Mutant) -> str:
-    """killed, survived or endless, from a forked process that runs the collected tests on the mutant until one fails."""
-    child = os.fork()
-    if child == 0:
-        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
-        try:
-            become(module, mutant)
-            for item, following in zip(session.items, [*session.items[1:], None], strict=True):
-                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                if session.testsfailed:
-                    os._exit(1)
-        except BaseException:  # noqa: BLE001 - a module that cannot even be loaded is found as well
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)
-    return "endless" if code == -signal.SIGXCPU else "killed" if code else "survived"
 
-
-def tried(path: str, known: dict[str, str], every: int, keep: Callable[[str, str], None]) -> None:
+def tried(path: str, known: dict[str, str], every: int, keep: Callable[[str, Outcome], None]) -> None:
     """All mutants of one module, in a process of its own: what it loads and changes is gone with it."""
     child = os.fork()
     if child == 0:
@@ -239,13 +260,13 @@ def main() -> None:
     import hypothesis
 
     found = [hypothesis.Phase.explicit, hypothesis.Phase.generate]  # that it fails is enough: no smallest example is looked for
-    hypothesis.settings.register_profile("found", phases=found, database=None, deadline=None)
+    hypothesis.settings.register_profile("found", phases=found, database=None, deadline=None, derandomize=True)
     hypothesis.settings.load_profile("found")
     for path in [path for path in TARGETS if options.only in path]:
 
-        def keep(what: str, came: str, path: str = path) -> None:
+        def keep(what: str, came: Outcome, path: str = path) -> None:
             with options.log.open("a") as stream:
-                stream.write(json.dumps({"file": path, "mutant": what, "outcome": came}) + "\n")
+                stream.write(json.dumps({"file": path, "mutant": what, "outcome": came.verdict, "by": came.by}) + "\n")
 
         tried(path, _known(options.log, path), options.every, keep)
         known = _known(options.log, path)

@@ -15,13 +15,15 @@ class AllocatorOptions:
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
-    garbage_collection_threshold: float | None = None
     roundup_power2_divisions: int | None = None
     torch_version: tuple[int, int] = field(default_factory=installed_torch)
 
 
 def parse_alloc_conf(text: str | None) -> AllocatorOptions:
-    """'max_split_size_mb:128,expandable_segments:True' -> options. Keys that do not change sizes are passed over."""
+    """'max_split_size_mb:128,expandable_segments:True' -> options. Keys that do not change sizes are passed over.
+
+    So is garbage_collection_threshold: PyTorch acts on it only in a process that called torch.cuda.set_per_process_memory_fraction.
+    """
     found: dict[str, str] = {}
     for item in (text or "").replace(" ", "").split(","):
         key, colon, value = item.partition(":")
@@ -30,12 +32,10 @@ def parse_alloc_conf(text: str | None) -> AllocatorOptions:
         found[key] = value
     try:
         split = found.get("max_split_size_mb")
-        threshold = found.get("garbage_collection_threshold")
         divisions = found.get("roundup_power2_divisions")
         return AllocatorOptions(
             expandable_segments=found.get("expandable_segments", "").lower() == "true",
             max_split_bytes=int(split) * MIB if split else None,
-            garbage_collection_threshold=float(threshold) if threshold else None,
             roundup_power2_divisions=int(divisions) if divisions and divisions.isdigit() else None,
         )
     except ValueError as error:

@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+from allocator_runs import SETTINGS, Event, held, requests
 
 from hfopt.errors import ConfigError
 from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
 from hfopt.estimate.allocator_options import AllocatorOptions, parse_alloc_conf
 from hfopt.units import MIB
+
+RECORDED = json.loads((Path(__file__).parent / "allocator_runs.json").read_text())
+by_setting = pytest.mark.parametrize(("conf", "capacity_mib"), SETTINGS)
+
+
+def simulated(events: list[Event], options: AllocatorOptions, capacity_mib: int | None) -> list[tuple[int, int]]:
+    allocator = CachingAllocator(options, capacity_bytes=capacity_mib * MIB if capacity_mib else None)
+    found = []
+    for number, size, stream in events:
+        try:
+            allocator.allocate(number, size, stream) if size else allocator.free(number)
+        except OutOfMemory:
+            break
+        found.append((allocator.allocated, allocator.reserved))
+    most_allocated, most_reserved = (max(column) for column in zip(*found, strict=True))
+    assert (allocator.peak_allocated, allocator.peak_reserved) == (most_allocated, most_reserved)
+    return found
+
+
+@by_setting
+def test_it_holds_what_pytorch_was_seen_to_hold(conf: str, capacity_mib: int | None) -> None:
+    """After each of some random requests, as recorded of PyTorch on the virtual GPU."""
+    options = replace(parse_alloc_conf(conf), torch_version=tuple(map(int, RECORDED["torch"].split("."))))
+    runs = [run for run in RECORDED["runs"] if (run["conf"], run["capacity_mib"]) == (conf, capacity_mib)]
+    assert runs
+    for run in runs:
+        seen = [(512 * blocks, mib * MIB) for blocks, mib in zip(run["allocated"], run["reserved"], strict=True)]
+        assert simulated(requests(run["seed"]), options, capacity_mib) == seen
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+@by_setting
+def test_it_holds_what_pytorch_holds(conf: str, capacity_mib: int | None) -> None:
+    """The same on the installed PyTorch, and more of it."""
+    runs = [requests(seed) for seed in range(100, 140)]
+    assert [simulated(run, parse_alloc_conf(conf), capacity_mib) for run in runs] == held(runs, conf, capacity_mib)
 
 
 def test_small_requests_share_a_two_mib_segment() -> None:
@@ -80,19 +122,10 @@ def test_a_split_limit_keeps_large_blocks_whole() -> None:
 
 def test_the_environment_variable_is_read() -> None:
     options = parse_alloc_conf("max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:True,backend:native")
-    assert options == AllocatorOptions(expandable_segments=True, max_split_bytes=128 * MIB, garbage_collection_threshold=0.8)
+    assert options == AllocatorOptions(expandable_segments=True, max_split_bytes=128 * MIB)
     assert parse_alloc_conf(None) == AllocatorOptions()
     with pytest.raises(ConfigError, match="max_split_size_mb"):
         parse_alloc_conf("max_split_size_mb")
-
-
-def test_garbage_is_collected_above_the_threshold() -> None:
-    options = AllocatorOptions(garbage_collection_threshold=0.5)
-    allocator = CachingAllocator(options, capacity_bytes=200 * MIB)
-    allocator.allocate(0, 120 * MIB)
-    allocator.free(0)
-    allocator.allocate(1, 130 * MIB)
-    assert allocator.reserved == 130 * MIB
 
 
 @pytest.mark.parametrize(("version", "fits"), [((2, 15), True), ((2, 6), False)])
