@@ -51,11 +51,10 @@ def _comments_about(document: Document, entry: Entry) -> Iterator[tuple[int, str
     comment = comment_after(text, entry.value.end)
     if comment is not None:
         yield text.index(comment, entry.value.end), comment
-    own_line = document.place(entry.key_start).line
-    above = own_line
+    above = document.place(entry.key_start).line
     for number, offset, words in reversed(list(line_comments(document))):
         above = number if number == above - 1 else above
-        if (number == above and number < own_line and _names(words, entry.key)) or (_is_about_batch(entry.key) and _is_batch_sum(words)):
+        if (number == above and _names(words, entry.key)) or (_is_about_batch(entry.key) and _is_batch_sum(words)):
             yield offset, words
 
 

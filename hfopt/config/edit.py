@@ -102,9 +102,9 @@ def _pins(document: Document, operations: Sequence[Operation]) -> list[Operation
     changed = {(operation.path, operation.key) for operation in operations}
     pins = []
     for operation in operations:
-        node = document.node(operation.path)
-        if node is None or operation.inherited or node.find(operation.key) is None or not _written_at(document, operation.path):
+        if not _written_at(document, operation.path):
             continue
+        node = document.node(operation.path)
         for path, other in document.mappings():
             if (path, operation.key) not in changed and other.definer(operation.key) is node:
                 pins.append(Operation(path=path, key=operation.key, after=document.value(path)[operation.key]))
@@ -112,12 +112,10 @@ def _pins(document: Document, operations: Sequence[Operation]) -> list[Operation
 
 
 def _changes_something(document: Document, operation: Operation) -> bool:
-    mapping = document.value(operation.path)
-    if operation.remove:
-        return mapping is not None and operation.key in mapping
-    if operation.rename_to is not None:
-        return mapping is not None and operation.key in mapping
-    return not (mapping is not None and operation.key in mapping and same(mapping[operation.key], operation.after))
+    mapping = document.value(operation.path) or {}
+    if operation.remove or operation.rename_to is not None:
+        return operation.key in mapping
+    return not (operation.key in mapping and same(mapping[operation.key], operation.after))
 
 
 def _perform(data: dict[str, Any], operation: Operation) -> None:

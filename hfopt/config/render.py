@@ -12,7 +12,7 @@ import yaml
 from hfopt.config.values import spelled_float
 
 
-def render(value: Any, *, old: str = "", flow: bool = False, json_style: bool = False) -> str:
+def render(value: Any, *, old: str = "", json_style: bool = False) -> str:
     """One line of text for `value`. `old` is the source text it replaces: its quotes, capitals and digits are kept where they can be."""
     if json_style:
         return json.dumps(value, ensure_ascii=False)
@@ -26,13 +26,13 @@ def render(value: Any, *, old: str = "", flow: bool = False, json_style: bool = 
         case float():
             return _float(value, old)
         case str():
-            return _string(value, old, flow)
+            return _string(value, old)
         case list() | tuple():
-            return "[" + ", ".join(render(item, flow=True) for item in value) + "]"
+            return "[" + ", ".join(render(item) for item in value) + "]"
         case dict():
-            return "{" + ", ".join(f"{render(key, flow=True)}: {render(item, flow=True)}" for key, item in value.items()) + "}"
+            return "{" + ", ".join(f"{render(key)}: {render(item)}" for key, item in value.items()) + "}"
         case _:
-            return _string(str(value), old, flow)
+            return _string(str(value), old)
 
 
 def _bool(value: bool, old: str) -> str:
@@ -50,10 +50,8 @@ def _bool(value: bool, old: str) -> str:
 
 
 def _float(value: float, old: str) -> str:
-    if math.isnan(value):
-        return ".nan"
-    if math.isinf(value):
-        return ".inf" if value > 0 else "-.inf"
+    if not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
     text = old.strip().strip("'\"")
     if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) and float(text) == value:
         return spelled_float(text, value)
@@ -61,12 +59,12 @@ def _float(value: float, old: str) -> str:
     return spelled_float(written, value) if "e" in written else written
 
 
-def _string(value: str, old: str, flow: bool) -> str:
+def _string(value: str, old: str) -> str:
     quote = old.strip()[:1]
     if quote == "'" and _fits_single_quotes(value):
         return "'" + value.replace("'", "''") + "'"
-    if quote == '"' or not _fits_plain(value, flow):
-        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1 << 30).rstrip("\n")
+    if quote == '"' or not _fits_plain(value):
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
     return value
 
 
@@ -74,11 +72,11 @@ def _fits_single_quotes(value: str) -> bool:
     return value.isprintable()
 
 
-def _fits_plain(value: str, flow: bool) -> bool:
-    """Plain text that is one word to YAML and stays a string; anything doubtful is quoted."""
+def _fits_plain(value: str) -> bool:
+    """Plain text that is one word to YAML, within brackets too, and stays a string; anything doubtful is quoted."""
     if not re.fullmatch(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+\-@]*(?: [A-Za-z0-9_./+\-@]+)*", value):
         return False
     try:
-        return bool(yaml.safe_load(f"[{value}]" if flow else value) == ([value] if flow else value))
+        return bool(yaml.safe_load(value) == value)
     except (yaml.YAMLError, ValueError):
         return False

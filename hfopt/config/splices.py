@@ -81,14 +81,16 @@ class Splicer:
         assert use is not None and parent is not None
         alias = self.text[use.start : use.end]
         if parent.flow or parent.kind == "sequence":
-            inner = "".join(f", {render(key, flow=True)}: {render(value, flow=True)}" for key, value in pairs)
+            inner = "".join(f", {render(key)}: {render(value)}" for key, value in pairs)
             self._replace(use.start, use.end, f"{{<<: {alias}{inner}}}")
             return
         entry = next(entry for entry in parent.entries if entry.value is use)
         indent = " " * (self.document.place(entry.key_start).column - 1 + self.style.step)
         lines = [f"{indent}<<: {alias}", *(line for key, value in pairs for line in self._block_lines(use.node, key, value, indent))]
-        start = use.start - len(self.text[entry.key_end : use.start]) + self.text[entry.key_end : use.start].index(":") + 1
-        self._replace(start, use.end, "".join(self.newline + line for line in lines))
+        self._replace(self._after_colon(entry), use.end, "".join(self.newline + line for line in lines))
+
+    def _after_colon(self, entry: Entry) -> int:
+        return self.text.index(":", entry.key_end) + 1
 
     # ------------------------------------------------------------------ set
 
@@ -108,15 +110,12 @@ class Splicer:
         json_style = node.flow and self._is_json(node)
         if use.alias is None and old.anchor is not None:
             self._hand_over_anchor(old)
-            source = source.split(None, 1)[1] if len(source.split(None, 1)) > 1 else ""
-        new = render(
-            value, old="" if use.alias or old.kind != "scalar" or old.style in ("|", ">") else source, flow=node.flow, json_style=json_style
-        )
+            source = source.removeprefix(f"&{old.anchor}")
+        new = render(value, old=source, json_style=json_style)
         if use.start == use.end:  # nothing stood there
             new = (" " if ":" in self.text[entry.key_end : use.start] else ": ") + new
         elif old.kind != "scalar" and not old.flow and use.alias is None:  # a block collection starts on a line of its own
-            start = entry.key_end + self.text[entry.key_end : use.start].index(":") + 1
-            self._replace(start, use.end, " " + new)
+            self._replace(self._after_colon(entry), use.end, " " + new)
             return
         self._replace(use.start, use.end, new)
 
@@ -144,7 +143,7 @@ class Splicer:
     def _add(self, node: Node, key: str, value: Any) -> None:
         own = [entry for entry in node.entries if entry.key_start not in self.removed]
         if not own:
-            self._replace(node.start, node.end, "{" + render(key, flow=True) + ": " + render(value, flow=True) + "}")
+            self._replace(node.start, node.end, "{" + render(key) + ": " + render(value) + "}")
             return
         neighbour = next((entry for name in kin(key) for entry in reversed(own) if entry.key == name), own[-1])
         if node.flow:
@@ -161,8 +160,8 @@ class Splicer:
 
     def _entry_start(self, entry: Entry) -> int:
         """Where the entry begins: at its key, or at the question mark before it."""
-        mark = re.search(r"\?[ \t]+\Z", self.text[max(0, entry.key_start - 80) : entry.key_start])
-        return entry.key_start - len(mark[0]) if mark else entry.key_start
+        before = self.text[: entry.key_start].rstrip(" \t")
+        return len(before.removesuffix("?")) if before.endswith("?") else entry.key_start
 
     def _block_lines(self, mapping: Node, key: str, value: Any, indent: str) -> list[str]:
         if isinstance(value, dict) and value:
@@ -194,7 +193,7 @@ class Splicer:
         place = self._line_end(after) if self._line_end(after) < node.end else after
         if comma:
             self._replace(place, place, f"{indent}{new},")
-        elif place == end or end in self.commas:
+        elif end in self.commas:
             self._replace(place, place, f",{indent}{new}")
         else:
             self.commas.add(end)
@@ -239,6 +238,6 @@ class Splicer:
         after = _NEWLINE.match(self.text, end)
         if after is not None:
             end = after.end()
-        elif start > 0:  # the last line, without a newline: take the one before
+        else:  # the last line, without a newline: take the one before
             start -= 2 if self.text[start - 2 : start] == "\r\n" else 1
         self._replace(start, end, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hfopt.config.document import Document, Entry, Node
@@ -13,9 +14,10 @@ _BOOL, _STRING = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 class Style:
     def __init__(self, document: Document) -> None:
         self.text, self.document = document.text, document
-        self.newline = "\r\n" if "\r\n" in self.text else "\r" if "\r" in self.text and "\n" not in self.text else "\n"
-        scalars = [node for node in document.nodes() if node.kind == "scalar" and node.anchor is None]
-        self.bool_like = next((self.text[node.start : node.end] for node in scalars if node.tag == _BOOL), "")
+        newline = re.search(r"\r\n|\r|\n", self.text)
+        self.newline = newline[0] if newline is not None else "\n"
+        bools = (self.text[node.start : node.end] for node in document.nodes() if node.tag == _BOOL and node.anchor is None)
+        self.bool_like = next(bools, "")
         self.step = next(self._steps(document.root), 2)
 
     def _steps(self, node: Node) -> Any:
@@ -33,19 +35,18 @@ class Style:
         """A new value of a mapping, spelled as its neighbours are."""
         if isinstance(value, bool):
             return render(value, old=self.bool_like, json_style=json_style)
-        return render(value, old=self._quote(mapping) if isinstance(value, str) else "", flow=mapping.flow, json_style=json_style)
+        return render(value, old=self._quote(mapping) if isinstance(value, str) else "", json_style=json_style)
 
     def _quote(self, mapping: Node) -> str:
-        strings = [
-            entry.value.node.style for entry in mapping.entries if entry.value.node.tag == _STRING and entry.value.node.kind == "scalar"
-        ]
-        return strings[0] if len(strings) > 1 and strings[0] in ("'", '"') and len(set(strings)) == 1 else ""
+        styles = [entry.value.node.style for entry in mapping.entries if entry.value.node.tag == _STRING]
+        shared = set(styles)
+        return (shared.pop() or "") if len(styles) > 1 and len(shared) == 1 else ""
 
     def gap(self, mapping: Node, entry_column: int, key: str) -> str:
         """What stands between a key and its value: `: `, or more where the values of a mapping are aligned."""
         columns = [self._column(entry.value.start) for entry in mapping.entries if self._on_one_line(entry)]
         if len(columns) > 2 and len(set(columns)) == 1:
-            return ":" + " " * max(1, columns[0] - entry_column - len(key) - 1)
+            return ":" + " " * max(1, columns.pop() - entry_column - len(key) - 1)
         return ": "
 
     def _on_one_line(self, entry: Entry) -> bool:

@@ -45,10 +45,7 @@ def next_step(situation: Situation) -> ReplanStep:
     if situation.process_lost is not None:
         return _restart(situation, situation.process_lost)
     if fragmented(seen) and not situation.cleared:
-        unused = format_bytes((seen.reserved_bytes or 0) - (seen.allocated_bytes or 0))
-        return ReplanStep(
-            action="retry_after_clearing", candidate=failed, reason=f"{unused} were reserved but scattered: clear and try again"
-        )
+        return ReplanStep(action="retry_after_clearing", candidate=failed, reason=f"{_unused(seen)} but scattered: clear and try again")
     if situation.refusal is None and failed.per_device_batch > 1:
         size, reason = next_size(failed, seen, situation.memory)
         return ReplanStep(action="chunk", candidate=resized(failed, size), reason=reason)
@@ -66,14 +63,19 @@ def fragmented(seen: OomSeen) -> bool:
     return needed is not None and seen.capacity_bytes is not None and needed <= seen.capacity_bytes
 
 
+def _unused(seen: OomSeen) -> str:
+    if seen.reserved_bytes is None or seen.allocated_bytes is None:
+        return "enough memory was there"
+    return f"{format_bytes(seen.reserved_bytes - seen.allocated_bytes)} were reserved"
+
+
 def next_size(failed: Candidate, seen: OomSeen, memory: MemoryModel | None = None) -> tuple[int, str]:
     """The largest divisor of the failed size that the corrected curve says will fit, and why."""
     size = failed.per_device_batch
     assert size > 1
     smaller = [divisor for divisor in range(1, size) if size % divisor == 0]
     if seen.capacity_bytes is None or _needed_bytes(seen) is None:
-        half = max(divisor for divisor in smaller if divisor <= max(1, size // 2))
-        return half, f"{size} did not fit; half is the first guess, for the device does not say what was missing"
+        return max(smaller), f"{size} did not fit; half is the first guess, for the device does not say what was missing"
     fits = [divisor for divisor in smaller if _corrected_bytes(failed, divisor, seen, memory) <= seen.capacity_bytes]
     if not fits:
         return 1, f"{size} did not fit in {format_bytes(seen.capacity_bytes)} and the curve leaves room for one sample at most"
@@ -97,14 +99,15 @@ def _needed_bytes(seen: OomSeen) -> int | None:
 
 def _corrected_bytes(failed: Candidate, size: int, seen: OomSeen, memory: MemoryModel | None) -> int:
     """What `size` samples need: the curve's shape through the point that was seen. That point exceeds the capacity by definition."""
-    assert seen.capacity_bytes is not None
-    needed = max(_needed_bytes(seen) or 0, seen.capacity_bytes + 1)
+    seen_bytes = _needed_bytes(seen)
+    assert seen_bytes is not None and seen.capacity_bytes is not None
+    needed = max(seen_bytes, seen.capacity_bytes + 1)
     if memory is None:
         fixed = min(seen.baseline_bytes or 0, needed)
         return round(fixed + (needed - fixed) * size / failed.per_device_batch)
     at_failed = memory(failed).device_bytes
     at_one = memory(resized(failed, 1)).device_bytes
-    slope = (at_failed - at_one) / max(failed.per_device_batch - 1, 1)
+    slope = (at_failed - at_one) / (failed.per_device_batch - 1)
     fixed = round(at_one - slope)
     stretch = max(1.0, (needed - fixed) / max(at_failed - fixed, 1))
     return round(fixed + (memory(resized(failed, size)).device_bytes - fixed) * stretch)

@@ -28,6 +28,10 @@ def test_no_change_is_the_identity() -> None:
     source = f"\ufeff# é\r\n{BATCH}: 8   \r\n\r\nlearning_rate: 1.0e-5 #x"
     assert edited(source).data == source.encode()
     assert edited(source, **{BATCH: 8}).data == source.encode()
+    assert edited(source, seed=None).data == source.encode()
+    odd = f"{BATCH}: 0x8  # 8 fits\nsave_steps: 1_000\n"
+    same = edited(odd, **{BATCH: 8, "save_steps": 1000})
+    assert (same.data, same.stale_comments) == (odd.encode(), ())
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,11 @@ def test_no_change_is_the_identity() -> None:
         (f"{BATCH}: 8\nfp16: True\n", {"fp16": False}, f"{BATCH}: 8\nfp16: False\n"),
         (f"{{{BATCH}: 8, seed: 1}}\n", {BATCH: 4, "bf16": True}, f"{{{BATCH}: 4, bf16: true, seed: 1}}\n"),
         (f"{BATCH}: 8\noptim: 'adamw_torch'\n", {"optim": "sgd"}, f"{BATCH}: 8\noptim: 'sgd'\n"),
+        (f"{BATCH}:    8\n", {BATCH: 16}, f"{BATCH}:    16\n"),
+        (f"{BATCH}: 8", {"bf16": True}, f"{BATCH}: 8\nbf16: true"),
+        (f"seed: 1\r{BATCH}: 8", {"bf16": True}, f"seed: 1\r{BATCH}: 8\rbf16: true"),
+        (f"seed: 1\r\n{BATCH}: 8", {"bf16": True}, f"seed: 1\r\n{BATCH}: 8\r\nbf16: true"),
+        (f"{BATCH}: &b 8\nfp16: &f True\n", {"fp16": False}, f"{BATCH}: &b 8\nfp16: False\n"),
         (f"{BATCH}: 8\nlearning_rate:\nseed: 1\n", {"learning_rate": 1e-05}, f"{BATCH}: 8\nlearning_rate: 1.0e-05\nseed: 1\n"),
     ],
 )
@@ -74,6 +83,14 @@ def test_a_section_that_is_an_alias_gets_keys_of_its_own() -> None:
     source = f"base: &base\n    {BATCH}: 8\n    learning_rate: 0.1\ntraining: *base\n"
     after = text_of(source, **{BATCH: 4, "bf16": True})
     assert after == source.replace("training: *base", f"training:\n    <<: *base\n    {BATCH}: 4\n    bf16: true")
+    spaced = text_of(source.replace("training:", '"training" :'), **{BATCH: 4})
+    assert spaced == source.replace("training: *base", f'"training" :\n    <<: *base\n    {BATCH}: 4')
+
+
+def test_other_aliases_of_a_section_stay_as_they_are() -> None:
+    source = f"base: &base\n  {BATCH}: 8\n  seed: 1\nother: *base\ntraining: *base\n"
+    done = edit(load_bytes(source.encode(), "c.yaml", section="training"), [Change(key=BATCH, before=8, after=4, reason="a test")])
+    assert done.data.decode() == source.replace("training: *base", f"training:\n  <<: *base\n  {BATCH}: 4")
 
 
 def test_sections_that_merge_a_changed_one_keep_their_value() -> None:
@@ -116,6 +133,24 @@ def test_an_upgrade_is_made_where_the_key_is_written() -> None:
         (f"{BATCH}: 8\nreport_to:\n- wandb\n- none\nseed: 1\n", {"report_to": "none"}, f"{BATCH}: 8\nreport_to: none\nseed: 1\n"),
         (f"{BATCH}: 8\nseed: 1\nseed: 2 # last\n", {"seed": 3}, f"{BATCH}: 8\nseed: 1\nseed: 3 # last\n"),
         (f"{BATCH}: !!int '8'\n", {BATCH: 4}, f"{BATCH}: 4\n"),
+        (f"{BATCH}: 8\nreport_to :\n- wandb\nseed: 1\n", {"report_to": "none"}, f"{BATCH}: 8\nreport_to : none\nseed: 1\n"),
+        (f"{BATCH}: 8\n", {"lr_scheduler_kwargs": {"a": 1}}, f"{BATCH}: 8\nlr_scheduler_kwargs:\n  a: 1\n"),
+        (
+            "seed:      1\nfp16:      true\nmax_steps: 3\naccelerator_config:\n  dispatch_batches: true\n",
+            {"bf16": False, BATCH: 8},
+            f"seed:      1\nfp16:      true\nbf16:      false\n{BATCH}: 8\nmax_steps: 3\naccelerator_config:\n  dispatch_batches: true\n",
+        ),
+        (
+            f"{BATCH}: 8\ngradient_accumulation_steps: 2\n",  # two of one length are no column
+            {"seed": 1},
+            f"{BATCH}: 8\ngradient_accumulation_steps: 2\nseed: 1\n",
+        ),
+        (f"{BATCH}: 8\nrun_name: 'x'\n", {"optim": "sgd"}, f"{BATCH}: 8\nrun_name: 'x'\noptim: sgd\n"),  # one string is no habit
+        (f"{BATCH}: 8\nx: &t TRUE\nfp16: True\n", {"tf32": False}, f"{BATCH}: 8\nx: &t TRUE\nfp16: True\ntf32: False\n"),
+        (f'{{"{BATCH}": 8, seed: 1}}', {"optim": "sgd"}, f'{{"{BATCH}": 8, seed: 1, optim: sgd}}'),  # not JSON
+        (f'{{"{BATCH}": 8}}', {"run_name": "é"}, f'{{"{BATCH}": 8, "run_name": "é"}}'),
+        (f"{BATCH}: 8\n", {"run_name": "é: " + "long " * 40}, f'{BATCH}: 8\nrun_name: "é: {"long " * 40}"\n'),
+        (f"{{\n  {BATCH}: 8,\n  seed: 1}}\n", {"optim": "sgd"}, f"{{\n  {BATCH}: 8,\n  seed: 1,\n  optim: sgd}}\n"),
         (f"{BATCH}: 8\nrun_name: |-\n  a\n  b\n\n# c\nseed: 1\n", {"run_name": "x"}, f"{BATCH}: 8\nrun_name: x\n\n# c\nseed: 1\n"),
     ],
 )
@@ -154,6 +189,7 @@ def test_a_mapping_changes_key_by_key_where_the_two_share_one(before: str, wante
         (f"\ufefffp16: true\n{BATCH}: 8\n", "fp16", f"\ufeff{BATCH}: 8\n"),
         (f"{{fp16: true, {BATCH}: 8, seed: 1}}", "seed", f"{{fp16: true, {BATCH}: 8}}"),
         (f"{{fp16: true, {BATCH}: 8, seed: 1}}", "fp16", f"{{{BATCH}: 8, seed: 1}}"),
+        (f"{{fp16: true, {BATCH}: 8}}", "fp16", f"{{{BATCH}: 8}}"),
         (f"{BATCH}: 8\n", "seed", f"{BATCH}: 8\n"),
     ],
 )
@@ -169,6 +205,11 @@ def test_a_key_goes_with_its_line_and_nothing_else(before: str, gone: str, after
             f"{{base: &b {{{BATCH}: 8, learning_rate: 0.1}}, training: *b}}\n",
             {BATCH: 4, "bf16": True},
             f"{{base: &b {{{BATCH}: 8, learning_rate: 0.1}}, training: {{<<: *b, {BATCH}: 4, bf16: true}}}}\n",
+        ),
+        (
+            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  - {{training: *b}}\n",
+            {BATCH: 4},
+            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  - {{training: {{<<: *b, {BATCH}: 4}}}}\n",
         ),
         (
             f"{BATCH}: 8\nfp16: TRUE\nbf16: Yes\ntf32: off\n",
@@ -233,6 +274,28 @@ def test_a_sum_about_the_batch_that_comes_out_false_is_told() -> None:
     )
     told = edited(source, **{BATCH: 16, "gradient_accumulation_steps": 2}).stale_comments
     assert [(stale.key, stale.place.line) for stale in told] == [(BATCH, 5), (BATCH, 1), ("gradient_accumulation_steps", 5)]
+
+
+@pytest.mark.parametrize(
+    ("comment", "told"),
+    [
+        (f"# {BATCH} of 8, no more", True),
+        ("# a batch on each device: 8", True),  # two words of the key
+        ("# size per card: 8", True),
+        ("# a batch of 8", False),  # one word may mean anything
+        ("# 8 it is", False),
+        (f"# {BATCH} of 8, no more\n", False),  # a blank line between
+        (f"# {BATCH} of 8\n# and so on", True),
+    ],
+)
+def test_a_comment_above_is_about_a_key_that_it_names(comment: str, told: bool) -> None:
+    done = edited(f"seed: 1\n{comment}\n{BATCH}: 8\n# 8 below\n", **{BATCH: 16})
+    assert [stale.place.line for stale in done.stale_comments] == ([2] if told else [])
+
+
+def test_a_short_word_of_a_key_names_nothing_and_a_sum_of_batches_is_about_batches() -> None:
+    source = f"# lr of type cosine\nlr_scheduler_type: cosine\n# batch = 8 * 4\nseed: 8\n{BATCH}: 2\n"
+    assert edited(source, lr_scheduler_type="linear", seed=9).stale_comments == ()
 
 
 def test_a_scripts_own_key_is_left_to_the_script() -> None:

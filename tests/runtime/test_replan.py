@@ -124,12 +124,14 @@ def test_the_order_from_cheap_to_dear() -> None:
     assert fragmented(scattered)
     again = next_step(Situation(failed=candidate(), seen=scattered))
     assert (again.action, again.reason) == ("retry_after_clearing", "2.00 GiB were reserved but scattered: clear and try again")
+    unknown = seen(**{**MEASURED, "allocated_bytes": 5 * GIB, "requested_bytes": 1 * GIB, "reserved_bytes": None})
+    assert next_step(Situation(failed=candidate(), seen=unknown)).reason == "enough memory was there but scattered: clear and try again"
     assert next_step(Situation(failed=candidate(2), seen=seen(**MEASURED))).action == "chunk"
     assert next_step(Situation(failed=candidate(), seen=scattered, cleared=True)).action == "chunk"
     one = candidate(1, 64)
     assert next_step(Situation(failed=one, seen=seen(**MEASURED), can_checkpoint=True)).action == "checkpointing"
     last = next_step(Situation(failed=one, seen=seen(**MEASURED, length=512)))
-    assert last.action == "give_up"
+    assert (last.action, last.reason) == ("give_up", "1 sample at a time does not fit and nothing is left to try")
     # 7 of the 8 GiB that are needed above what stays fit: 512 × 7 / 8 tokens
     assert last.smallest_change is not None
     assert "448 tokens" in last.smallest_change
@@ -138,7 +140,7 @@ def test_the_order_from_cheap_to_dear() -> None:
 
 def test_the_largest_divisor_that_fits_is_taken_and_not_half() -> None:
     # 1 GiB stays and 8 GiB go with the 12 samples: 0.67 GiB each, so 10 would fit in 8 GiB; 6 is the largest divisor below
-    assert next_size(candidate(12), seen(**MEASURED))[0] == 6
+    assert next_size(candidate(12), seen(**MEASURED)) == (6, "12 did not fit in 8.00 GiB; 6 should need 5.00 GiB")
     tight = {**MEASURED, "allocated_bytes": 20 * GIB, "requested_bytes": 4 * GIB}
     assert next_size(candidate(12), seen(**tight))[0] == 3  # 23 GiB for 12: 7 GiB hold 3.65 samples
     exact = {**MEASURED, "allocated_bytes": 14 * GIB, "requested_bytes": 2 * GIB, "baseline_bytes": 0}
@@ -147,6 +149,8 @@ def test_the_largest_divisor_that_fits_is_taken_and_not_half() -> None:
     assert next_size(candidate(6), seen(**thirds))[0] == 2  # what stays is not known: nothing
     assert next_size(candidate(12), seen())[0] == 6  # nothing known: half
     assert next_size(candidate(7), seen())[0] == 1
+    full = {**MEASURED, "requested_bytes": 1 * GIB, "baseline_bytes": 9 * GIB}
+    assert next_size(candidate(4), seen(**full))[0] == 1  # what stays takes more than there is: no size can be promised
 
 
 def test_the_models_curve_is_corrected_by_what_was_seen() -> None:
@@ -166,7 +170,9 @@ def test_what_depends_on_the_batch_keeps_it() -> None:
     assert kept.action == "checkpointing"
     assert kept.candidate is not None
     assert kept.candidate.per_device_batch == 16
-    assert next_step(Situation(failed=candidate(), seen=seen(**MEASURED), refusal=CONTRASTIVE)).action == "give_up"
+    assert kept.candidate.checkpointing == Checkpointing(every_n_layers=1)  # as much as there is
+    end = next_step(Situation(failed=candidate(2), seen=seen(**MEASURED), refusal=CONTRASTIVE))
+    assert end.action == "give_up" and end.reason.startswith("2 samples at a time does not fit")
     ragged = Refusal(name="ragged", reason="samples of several shapes")  # not bound to the batch unless it says so
     packed = next_step(Situation(failed=candidate(), seen=seen(**MEASURED), refusal=ragged))
     assert packed.action == "restart"
