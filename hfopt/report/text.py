@@ -227,8 +227,6 @@ def _why_not_equal(other: Candidate, winner: Candidate) -> str:
     """What the order among equals says, in its own order."""
     if other.accumulation > winner.accumulation:
         return "more accumulation steps"
-    if other.per_device_batch % 8 and not winner.per_device_batch % 8:
-        return "its batch is no multiple of 8"
     if other.checkpointing.on and not winner.checkpointing.on:
         return "recomputes what fits without"
     return "changes more of the config"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.schema import Candidate, Change, Chosen, LoaderPlan
-from hfopt.units import format_bytes, format_rate
+from hfopt.units import format_bytes, format_rate, format_seconds
 
 PRECISION_KEYS = ("fp16", "bf16", "tf32")
 LOADER_KEYS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers")
@@ -147,7 +147,7 @@ def _loader(outcome: Outcome) -> Iterator[Wanted]:
         yield "dataloader_persistent_workers", False, "there are no workers to keep"
     else:
         if (was.prefetch_factor or PYTORCH_PREFETCH) != plan.prefetch_factor:
-            why = f"batches each worker keeps ready: a sample costs {1e3 * plan.sample_s:.2g} ms, and the cost varies"
+            why = f"batches each worker keeps ready: a sample costs {format_seconds(plan.sample_s)}, and the cost varies"
             yield "dataloader_prefetch_factor", plan.prefetch_factor, why
         yield "dataloader_persistent_workers", plan.persistent_workers, "workers are not started again for every epoch"
     yield "dataloader_pin_memory", plan.pin_memory, "copies to the card do not block" if plan.pin_memory else "there is no card to copy to"

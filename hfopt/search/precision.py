@@ -6,6 +6,7 @@ from 8.0 on bf16 is as fast and cannot overflow, so fp16 stays only where the us
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfopt.schema import Gpu, Precision
@@ -35,7 +36,7 @@ def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep
     if gpu is None:
         return Precisions(allowed=(current,), ruled_out=(), warnings=())
     if keep:
-        return Precisions(allowed=(current,), ruled_out=(), warnings=_fp16_warnings(current, facts))
+        return Precisions(allowed=(current,), ruled_out=(), warnings=_fp16_warnings((current,), facts))
     if facts.weights_dtype in ("bfloat16", "float16"):
         reason = f"the weights are stored in {facts.weights_dtype}: autocast on top only adds casts"
         others: tuple[Precision, ...] = ("fp16", "bf16", "tf32")
@@ -48,10 +49,10 @@ def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep
             allowed.append(precision)
         elif why_not is not None and precision != current:
             ruled_out.append((precision, why_not))
-    if current == "fp16" and _overflows(facts) and len(allowed) > 1:
+    if current == "fp16" and _overflows(facts):
         allowed.remove("fp16")
         ruled_out.append(("fp16", f"{facts.family} overflows in fp16"))
-    if not gpu.supports(current) and len(allowed) > 1:
+    if not gpu.supports(current):
         allowed.remove(current)
         ruled_out.append((current, f"{gpu.name} has no {current}: it needs compute capability 8.0"))
     return Precisions(allowed=tuple(allowed), ruled_out=tuple(ruled_out), warnings=_fp16_warnings(allowed, facts))
@@ -77,8 +78,8 @@ def _overflows(facts: NumericFacts) -> bool:
     return any(name in family for name in OVERFLOWS_IN_FP16)
 
 
-def _fp16_warnings(tried: object, facts: NumericFacts) -> tuple[str, ...]:
-    used = tried == "fp16" or (isinstance(tried, list) and "fp16" in tried)
+def _fp16_warnings(tried: Sequence[Precision], facts: NumericFacts) -> tuple[str, ...]:
+    used = "fp16" in tried
     if used and _overflows(facts):
         return (f"{facts.family} is known to overflow in fp16: watch for a NaN loss",)
     if used and facts.trained_in == "bfloat16":

@@ -1,7 +1,7 @@
 """The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
 
-Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps, a batch that is a
-multiple of 8 (tensor cores and their padding), no checkpointing, the checkpointing and the precision the user has.
+Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps (and with them
+the batch is said), no checkpointing, the checkpointing and the precision the user has.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object
     return (
         sum(extras),
         candidate.accumulation,
-        candidate.per_device_batch % 8 != 0,
         candidate.checkpointing.on,
         current is not None and candidate.checkpointing != current.checkpointing,
         current is not None and candidate.precision != current.precision,
         candidate.checkpointing.every_n_layers,
         candidate.precision,
-        candidate.per_device_batch,
     )

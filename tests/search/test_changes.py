@@ -85,6 +85,8 @@ def test_one_precision_takes_the_others_place() -> None:
 def test_checkpointing_goes_with_its_options() -> None:
     on = Candidate(per_device_batch=8, accumulation=1, precision="fp32", checkpointing=Checkpointing(every_n_layers=2))
     assert made({}, on)["gradient_checkpointing_kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
+    every = replace(on, checkpointing=Checkpointing(every_n_layers=1))
+    assert made({}, every)["gradient_checkpointing_kwargs"] == {"use_reentrant": False}  # what every transformers knows
     off = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
     args = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     assert made(args, off) == {"gradient_checkpointing": False, "gradient_checkpointing_kwargs": None}
@@ -100,6 +102,12 @@ def test_prefetch_leaves_with_the_workers() -> None:
 def test_pytorchs_own_prefetch_is_not_spelled_out() -> None:
     same = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
     assert made({}, same, feed=loader(4, 2, True)) == {"dataloader_num_workers": 4, "dataloader_persistent_workers": True}
+
+
+def test_one_worker_is_a_worker() -> None:
+    same = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    found = made({}, same, feed=loader(1, 4, True))
+    assert found == {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True}
 
 
 def test_kept_keys_stay() -> None:
@@ -180,7 +188,7 @@ def test_the_prefetch_that_changes_says_what_a_sample_costs() -> None:
     )
     args = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     (change,) = changes(Setting(args=args, defaults=DEFAULTS, kept=frozenset()), outcome)
-    assert (change.key, change.after) == ("dataloader_prefetch_factor", 4) and "a sample costs 1 ms" in change.reason
+    assert (change.key, change.after) == ("dataloader_prefetch_factor", 4) and "a sample costs 1.0 ms" in change.reason
 
 
 def test_a_precision_the_card_lacks_is_switched_off() -> None:

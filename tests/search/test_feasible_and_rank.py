@@ -42,11 +42,31 @@ def test_the_first_is_within_a_tie_of_the_fastest(effective: int, random: object
         assert later.step_s >= earlier.step_s / (1 + TIE)
 
 
-def test_ties_go_to_fewer_accumulation_steps_then_multiples_of_eight_then_no_checkpointing() -> None:
+def test_ties_go_to_fewer_accumulation_steps_then_no_checkpointing() -> None:
     mine = Candidate(per_device_batch=8, accumulation=12, precision="fp32")
     ordered = rank(every(96), lambda candidate: step(1.0), current=mine)
     assert ordered[0][0] == Candidate(per_device_batch=96, accumulation=1, precision="fp32")
     assert [c.accumulation for c, _ in ordered] == sorted(c.accumulation for c, _ in ordered)
+
+
+@pytest.mark.parametrize(("slower_s", "wins"), [(1.015, True), (1.02, True), (1.03, False)])
+def test_times_within_two_percent_are_equal(slower_s: float, wins: bool) -> None:
+    whole = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
+    halves = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
+    ordered = rank([whole, halves], lambda candidate: step(slower_s if candidate == whole else 1.0))
+    assert (ordered[0][0] == whole) is wins
+
+
+def test_among_equals_the_users_own_settings_come_first_and_nothing_is_added() -> None:
+    full, half = (
+        Candidate(per_device_batch=8, accumulation=1, precision="fp32", checkpointing=Checkpointing(every_n_layers=n)) for n in (1, 2)
+    )
+    for mine, other in ((full, half), (half, full)):
+        assert [c for c, _ in rank([full, half], lambda candidate: step(1.0), current=mine)] == [mine, other]
+    plain = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
+    for more in ({"optim": "adamw_torch_fused"}, {"attn_implementation": "sdpa"}, {"torch_compile": True}, {"use_liger_kernel": True}):
+        added = Candidate(per_device_batch=8, accumulation=1, precision="fp32", **more)  # type: ignore[arg-type]
+        assert rank([added, plain], lambda candidate: step(1.0))[0][0] == plain
 
 
 def test_the_order_does_not_depend_on_the_order_of_the_input() -> None:

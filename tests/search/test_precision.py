@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.schema import Gpu
+from hfopt.schema import Gpu, Precision
 from hfopt.search.precision import NumericFacts, precisions
 
 BERT = NumericFacts(family="BertForSequenceClassification")
@@ -30,6 +30,21 @@ def test_every_precision_is_either_tried_or_explained() -> None:
         assert set(found.allowed) | {p for p, _ in found.ruled_out} == {"fp32", "tf32", "fp16", "bf16"}
 
 
+@pytest.mark.parametrize("current", ["fp32", "fp16", "bf16", "tf32"])
+@pytest.mark.parametrize("facts", [BERT, T5])
+@pytest.mark.parametrize("gpu", [card(6), card(7, 5), card(8), Gpu(name="unheard of", memory_bytes=8 << 30)])
+def test_none_is_both_tried_and_ruled_out_nor_ruled_out_twice(gpu: Gpu, facts: NumericFacts, current: Precision) -> None:
+    found = precisions(gpu, current, facts)
+    named = [*found.allowed, *(precision for precision, _ in found.ruled_out)]
+    assert sorted(named) == ["bf16", "fp16", "fp32", "tf32"]
+
+
+def test_the_capability_that_is_missing_is_told() -> None:
+    assert dict(precisions(card(7, 5), "fp32", BERT).ruled_out)["bf16"] == "needs compute capability 8.0, card 7.5 has 7.5"
+    unknown = Gpu(name="unheard of", memory_bytes=8 << 30)
+    assert dict(precisions(unknown, "fp32", BERT).ruled_out)["bf16"] == "needs compute capability 8.0, unheard of has unknown"
+
+
 def test_t5_never_goes_to_fp16() -> None:
     assert "fp16" not in precisions(card(7, 5), "fp32", T5).allowed
     assert "fp16" not in precisions(card(8), "fp16", T5).allowed  # bf16 is there instead
@@ -42,7 +57,9 @@ def test_fp16_for_a_model_trained_in_bf16_comes_with_a_warning() -> None:
 
 def test_fp16_stays_where_the_user_has_it() -> None:
     assert precisions(card(8), "fp16", BERT).allowed[0] == "fp16"
-    assert precisions(card(7, 5), "fp16", BERT, keep=True).allowed == ("fp16",)
+    kept = precisions(card(7, 5), "fp16", BERT, keep=True)
+    assert (kept.allowed, kept.warnings) == (("fp16",), ())
+    assert precisions(card(7, 5), "fp16", T5, keep=True).warnings and not precisions(card(7, 5), "fp32", T5, keep=True).warnings
 
 
 def test_bf16_on_a_card_without_it_is_left() -> None:
