@@ -110,10 +110,10 @@ def test_what_cannot_win_is_not_traced() -> None:
 
 
 def test_what_may_tie_with_the_best_is_traced_and_ranked() -> None:
-    speed = {g: 1.0 if g == ("bf16", 0) else 1.0 + TIE / 2 if g == ("fp32", 0) else 9.0 for g in GROUPS}
+    speed = {**dict.fromkeys(GROUPS, 1.5), ("bf16", 0): 1.0, ("fp32", 0): 1.0 + TIE / 2, ("bf16", 2): 1.0 + TIE}
     models = Arithmetic(speed=speed, limit=dict.fromkeys(GROUPS, 1000), slack=1.0)
     found = best_first(every(64), models, 1 << 30)
-    assert models.traced == {("bf16", 0), ("fp32", 0)}
+    assert models.traced == {("bf16", 0), ("fp32", 0), ("bf16", 2)}
     assert Candidate(per_device_batch=64, accumulation=1, precision="fp32") in {candidate for candidate, _ in found.ranked}
 
 
@@ -132,6 +132,28 @@ def test_a_bound_is_not_told_as_what_fits() -> None:
     reasons = {r.candidate.per_device_batch: r.reason for r in best_first(pool, models, 1 << 30).rejected}
     assert reasons[16] == "batch 16 does not fit into 1.00 GiB: at most 8, perhaps fewer"
     assert reasons[8] == "batch 8 does not fit into 1.00 GiB: at most 3 with these settings"
+
+
+def test_a_batch_as_large_as_any_that_fits_may_win() -> None:
+    models = Arithmetic(speed=dict.fromkeys(GROUPS, 1.0), limit=dict.fromkeys(GROUPS, 32), slack=0.0, bound=dict.fromkeys(GROUPS, 32))
+    found = best_first(every(64), models, 1 << 30)
+    assert found.ranked[0][0].per_device_batch == 32
+
+
+def test_a_bound_that_got_tighter_is_still_no_price() -> None:
+    """The slow one promises 1 s when it is asked again and takes 10; the other takes the 2 s it promises."""
+    slow, fast = (Candidate(per_device_batch=8, accumulation=1, precision=precision) for precision in ("fp32", "bf16"))
+
+    class Tightening(Arithmetic):
+        def exact_s(self, candidate: Candidate) -> float:
+            return 10.0 if candidate == slow else 2.0
+
+        def bound_s(self, candidate: Candidate) -> float:
+            self.asked.append(candidate)
+            return 0.0 if self.asked.count(candidate) == 1 else 1.0 if candidate == slow else 2.0
+
+    models = Tightening(speed={}, limit=dict.fromkeys(GROUPS, 8), slack=1.0)
+    assert best_first([slow, fast], models, 1 << 30).ranked[0][0] == fast
 
 
 def test_the_winner_fits_at_its_own_batch_and_nobody_else_is_asked() -> None:
