@@ -6,6 +6,7 @@ Mirrors c10/cuda/CUDACachingAllocator.cpp: 512-byte rounding, a small and a larg
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 
 from hfopt.estimate.allocator_options import AllocatorOptions
@@ -34,7 +35,7 @@ class CachingAllocator(Blocks):
         self._expandable = ExpandableSegments(self) if self.options.expandable_segments else None
         self.allocated = self.peak_allocated = 0
         self._live: dict[int, Block] = {}
-        self._segments = 0
+        self._segments = itertools.count()
 
     # ------------------------------------------------------------------------------------------ requests
 
@@ -79,10 +80,8 @@ class CachingAllocator(Blocks):
     # ------------------------------------------------------------------------------------------ rules
 
     def _rounded(self, size: int) -> int:
-        divisions = self.options.roundup_power2_divisions or 1
-        step = MIN_BLOCK
-        if divisions > 1 and size > MIN_BLOCK * divisions:
-            step = (1 << (size.bit_length() - 1)) // divisions
+        divisions = self.options.roundup_power2_divisions
+        step = max(MIN_BLOCK, (1 << (size.bit_length() - 1)) // divisions) if divisions else MIN_BLOCK
         return -(-size // step) * step
 
     def _usable(self, block: Block, size: int) -> bool:
@@ -94,7 +93,7 @@ class CachingAllocator(Blocks):
 
     def _should_split(self, block: Block, remaining: int, size: int) -> bool:
         if block.pool & 1 or self.options.expandable_segments:
-            return remaining > 0
+            return bool(remaining)
         limit = self.options.max_split_bytes
         return remaining > _SMALL_REQUEST and (limit is None or size < limit)
 
@@ -121,8 +120,8 @@ class CachingAllocator(Blocks):
     def _next_segment(self) -> int:
         """Of equal blocks the one of the oldest segment is taken (pytorch#183591); before 2.13 the one at the lowest address, and the
         driver hands out addresses downwards."""
-        self._segments += 1 if self.options.torch_version >= _OLDEST_SEGMENT_FIRST else -1
-        return self._segments
+        number = next(self._segments)
+        return number if self.options.torch_version >= _OLDEST_SEGMENT_FIRST else -number
 
     def _release_enough(self, size: int, pool: int) -> bool:
         """release_available_cached_blocks: only with a split limit, and of the request's own pool; the smallest oversize segment that

@@ -15,7 +15,7 @@ class AllocatorOptions:
 
     expandable_segments: bool = False
     max_split_bytes: int | None = None
-    roundup_power2_divisions: int | None = None
+    roundup_power2_divisions: int | None = None  # a power of 2; None: sizes are not rounded between powers of 2
     torch_version: tuple[int, int] = field(default_factory=installed_torch)
 
 
@@ -36,7 +36,7 @@ def parse_alloc_conf(text: str | None) -> AllocatorOptions:
         return AllocatorOptions(
             expandable_segments=found.get("expandable_segments", "").lower() == "true",
             max_split_bytes=int(split) * MIB if split else None,
-            roundup_power2_divisions=int(divisions) if divisions and divisions.isdigit() else None,
+            roundup_power2_divisions=int(divisions) if divisions and divisions.isdigit() and divisions != "1" else None,
         )
     except ValueError as error:
         raise ConfigError(f"PYTORCH_CUDA_ALLOC_CONF: {error}", hint="for example max_split_size_mb:128") from error

@@ -28,8 +28,7 @@ class ExpandableSegments:
         if not block.mapped and not self._map(block, size):
             return None
         while block.size < size:
-            following = block.next
-            assert following is not None
+            following = _after(block)
             if not self._map(following, size - block.size):
                 return None
             block = following
@@ -47,15 +46,10 @@ class ExpandableSegments:
             head.mapped = False
             head.cut(0)
             head.free = False
-        block: Block | None = self.heads[pool]
-        while block is not None:
-            if block.free and not block.mapped:
-                before = block.previous
-                first = before if before is not None and before.free else block
-                if _room(first) >= size:
-                    return first
-            block = block.next
-        raise AssertionError("the addresses end")
+        block = self.heads[pool]
+        while not (block.free and _can_grow(block) and _room(block) >= size):
+            block = _after(block)
+        return block
 
     def _map(self, block: Block, size: int) -> bool:
         page = _page(block)
@@ -72,16 +66,16 @@ class ExpandableSegments:
     def _unmap(self, block: Block) -> None:
         page = _page(block)
         start = -(-block.offset // page) * page
-        size = (block.offset + block.size) // page * page - start
-        if size <= 0:
+        end = (block.offset + block.size) // page * page
+        if end <= start:
             return
         self.blocks.take(block)
         if block.offset < start:
             before, block = block, block.cut(start - block.offset)
             self.blocks.put(before)
-        if size < block.size:
-            self.blocks.put(block.cut(size))
-        self.blocks.reserved -= size
+        if end < block.offset + block.size:
+            self.blocks.put(block.cut(end - start))
+        self.blocks.reserved -= block.size
         block.mapped = False
         self.blocks.merge(block)
 
@@ -90,8 +84,17 @@ def _page(block: Block) -> int:
     return SMALL_SEGMENT if block.pool & 1 else LARGE_SEGMENT
 
 
+def _after(block: Block) -> Block:
+    assert block.next is not None, "the addresses never end"
+    return block.next
+
+
+def _can_grow(block: Block) -> bool:
+    return not block.mapped or not _after(block).mapped
+
+
 def _could_be(block: Block) -> int:
-    return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
+    return block.size + _after(block).size if _can_grow(block) else block.size
 
 
 def _room(block: Block) -> int:

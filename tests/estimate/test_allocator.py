@@ -120,15 +120,50 @@ def test_a_split_limit_keeps_large_blocks_whole() -> None:
     assert allocator.reserved == 140 * MIB
 
 
+def test_no_more_than_enough_is_given_back_with_a_split_limit() -> None:
+    """As PyTorch 2.15 did on the virtual GPU: two segments of 70 MiB make room for 140, to the byte, and the others stay."""
+    allocator = CachingAllocator(AllocatorOptions(max_split_bytes=64 * MIB), capacity_bytes=220 * MIB)
+    for number, mib in enumerate((64, 70, 70, 10)):
+        allocator.allocate(number, mib * MIB)
+    for number in range(4):
+        allocator.free(number)
+    allocator.allocate(4, 140 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (140 * MIB, 214 * MIB)
+
+
+def test_of_equal_blocks_in_an_expandable_segment_the_lowest_serves() -> None:
+    """As PyTorch 2.15 did on the virtual GPU: the third of five stays free, so that with the fourth it makes 40 MiB."""
+    allocator = CachingAllocator(AllocatorOptions(expandable_segments=True))
+    for number in range(5):
+        allocator.allocate(number, 20 * MIB)
+    allocator.free(0)
+    allocator.free(2)
+    allocator.allocate(5, 20 * MIB)
+    allocator.free(3)
+    allocator.allocate(6, 40 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (100 * MIB, 100 * MIB)
+
+
+def test_a_stream_has_its_own_cache_and_none_named_is_the_first() -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(0, 10 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 10 * MIB, stream=0)
+    assert allocator.reserved == 10 * MIB
+    allocator.allocate(2, 10 * MIB, stream=1)
+    assert allocator.reserved == 20 * MIB
+
+
 def test_the_environment_variable_is_read() -> None:
     options = parse_alloc_conf("max_split_size_mb:128, garbage_collection_threshold:0.8,expandable_segments:True,backend:native")
     assert options == AllocatorOptions(expandable_segments=True, max_split_bytes=128 * MIB)
-    assert parse_alloc_conf(None) == AllocatorOptions()
+    assert parse_alloc_conf(None) == parse_alloc_conf("roundup_power2_divisions:1") == AllocatorOptions()
+    assert parse_alloc_conf("roundup_power2_divisions:8") == AllocatorOptions(roundup_power2_divisions=8)
     with pytest.raises(ConfigError, match="max_split_size_mb"):
         parse_alloc_conf("max_split_size_mb")
 
 
-@pytest.mark.parametrize(("version", "fits"), [((2, 15), True), ((2, 6), False)])
+@pytest.mark.parametrize(("version", "fits"), [((2, 15), True), ((2, 13), True), ((2, 12), False), ((2, 6), False)])
 def test_of_equal_blocks_the_oldest_or_the_newest_segment_serves(version: tuple[int, int], fits: bool) -> None:
     allocator = CachingAllocator(AllocatorOptions(torch_version=version), capacity_bytes=55 * MIB)
     allocator.allocate(0, 30 * MIB)

@@ -28,6 +28,8 @@ SETTINGS: tuple[tuple[str, int | None], ...] = (  # PYTORCH_CUDA_ALLOC_CONF, and
     ("roundup_power2_divisions:4", None),
     ("garbage_collection_threshold:0.5", 600),
 )
+RECORDED = (0, 1, 2, 3, 6, 7, 31, 121)
+"""Seeds. The later ones meet what the first do not: sizes at a limit to the byte, pages unmapped at the edge of a block."""
 _EDGES = (1, 511, 512, 513, 2048, 2049, 3000, MIB - 512, MIB - 1, MIB, MIB + 1)
 _SEGMENTS_MIB = (2, 5, 9, 10, 11, 12, 20, 30, 63, 64, 65, 84, 85, 100)
 _RUN = """
@@ -91,11 +93,11 @@ def held(runs: Sequence[Sequence[Event]], conf: str, capacity_mib: int | None) -
     return [[(allocated, reserved) for allocated, reserved in run] for run in json.loads(done.stdout.rpartition("FOUND")[2])]
 
 
-def _record(version: str, seeds: range) -> None:
+def _record(version: str) -> None:
     """A line for each setting and seed: after each event, allocated in blocks of 512 bytes and reserved in MiB."""
     lines = []
     for conf, capacity_mib in SETTINGS:
-        for seed, run in zip(seeds, held([requests(seed) for seed in seeds], conf, capacity_mib), strict=True):
+        for seed, run in zip(RECORDED, held([requests(seed) for seed in RECORDED], conf, capacity_mib), strict=True):
             allocated, reserved = [one // 512 for one, _ in run], [one // MIB for _, one in run]
             row = {"conf": conf, "capacity_mib": capacity_mib, "seed": seed, "allocated": allocated, "reserved": reserved}
             lines.append(json.dumps(row, separators=(",", ":")))
@@ -104,4 +106,4 @@ def _record(version: str, seeds: range) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _record(sys.argv[1], range(3))
+    _record(sys.argv[1])
