@@ -52,11 +52,7 @@ def _bool(value: bool, old: str) -> str:
 def _float(value: float, old: str) -> str:
     if not math.isfinite(value):
         return str(value).replace("inf", ".inf").replace("nan", ".nan")
-    text = old.strip().strip("'\"")
-    if re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", text) and float(text) == value:
-        return spelled_float(text, value)
-    written = repr(value)
-    return spelled_float(written, value) if "e" in written else written
+    return spelled_float(old.strip().strip("'\""), value)
 
 
 def _string(value: str, old: str) -> str:

@@ -46,7 +46,8 @@ class Splicer:
         if use is not None and use.alias is not None and not operation.remove and operation.rename_to is None:
             self.own_keys.setdefault(operation.path, []).append((operation.key, operation.after))
             return
-        node = self._own_mapping(operation.path)
+        node = self.document.node(operation.path)
+        assert node is not None and node.kind == "mapping"
         entry, before = node.find(operation.key), self.document.value(operation.path).get(operation.key)
         if operation.remove:
             self._remove(node, operation.key)
@@ -64,12 +65,6 @@ class Splicer:
         self.replacements.append((start, end, -depth, len(self.replacements), new))
 
     # ------------------------------------------------------------------ where
-
-    def _own_mapping(self, path: NodePath) -> Node:
-        node = self.document.node(path)
-        if node is None or node.kind != "mapping":
-            raise ConfigError(f"{self.document.path}: {'.'.join(path)} is not a mapping of keys to values")
-        return node
 
     def _aliases_of(self, anchor: str, node: Node) -> list[Use]:
         uses = [use for other in self.document.nodes() for use in (*(entry.value for entry in other.entries), *other.items)]

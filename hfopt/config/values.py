@@ -173,7 +173,7 @@ def spelled_float(text: str, number: float) -> str:
     if match is not None and float(text) == number:
         return f"{match[1]}{match[2] if match[2] and match[2] != '.' else '.0'}e{match[3] or '+'}{match[4]}"
     written = repr(number)
-    return spelled_float(written, number) if "e" in written and match is None else written
+    return spelled_float(written, number) if "e" in written else written
 
 
 def _spelled(text: str, number: int | float) -> str:

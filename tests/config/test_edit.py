@@ -207,15 +207,17 @@ def test_a_key_goes_with_its_line_and_nothing_else(before: str, gone: str, after
             f"{{base: &b {{{BATCH}: 8, learning_rate: 0.1}}, training: {{<<: *b, {BATCH}: 4, bf16: true}}}}\n",
         ),
         (
-            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  - {{training: *b}}\n",
+            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  one: {{training: *b}}\n",
             {BATCH: 4},
-            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  - {{training: {{<<: *b, {BATCH}: 4}}}}\n",
+            f"all: {{base: &b {{{BATCH}: 8, learning_rate: 0.1}}}}\nruns:\n  one: {{training: {{<<: *b, {BATCH}: 4}}}}\n",
         ),
         (
             f"{BATCH}: 8\nfp16: TRUE\nbf16: Yes\ntf32: off\n",
             {"fp16": False, "bf16": False, "tf32": True},
             f"{BATCH}: 8\nfp16: FALSE\nbf16: No\ntf32: on\n",
         ),
+        (f"{BATCH}: 8\nlearning_rate: 5e-5\n", {"learning_rate": 5e-5}, f"{BATCH}: 8\nlearning_rate: 5.0e-5\n"),  # a string to YAML
+        (f"{BATCH}: 8\nlearning_rate: 5e-5\n", {"learning_rate": 3e-5}, f"{BATCH}: 8\nlearning_rate: 3.0e-05\n"),
         (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("inf")}, f"{BATCH}: 8\nlearning_rate: .inf\n"),
         (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("-inf")}, f"{BATCH}: 8\nlearning_rate: -.inf\n"),
         (f"{BATCH}: 8\nlearning_rate: 1\n", {"learning_rate": float("nan")}, f"{BATCH}: 8\nlearning_rate: .nan\n"),
