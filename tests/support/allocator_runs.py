@@ -28,7 +28,7 @@ SETTINGS: tuple[tuple[str, int | None], ...] = (  # PYTORCH_CUDA_ALLOC_CONF, and
     ("roundup_power2_divisions:4", None),
     ("garbage_collection_threshold:0.5", 600),
 )
-RECORDED = (0, 1, 2, 3, 6, 7, 31, 121)
+RECORDED = (0, 1, 2, 3, 6, 7, 31, 121, 961)
 """Seeds. The later ones meet what the first do not: sizes at a limit to the byte, pages unmapped at the edge of a block."""
 _EDGES = (1, 511, 512, 513, 2048, 2049, 3000, MIB - 512, MIB - 1, MIB, MIB + 1)
 _SEGMENTS_MIB = (2, 5, 9, 10, 11, 12, 20, 30, 63, 64, 65, 84, 85, 100)
