@@ -15,6 +15,7 @@ import copy
 import inspect
 import itertools
 import json
+import math
 import os
 import resource
 import signal
@@ -28,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 30
-"""Seconds of the processor, not of the clock: a busy machine must not decide."""
+"""Seconds of the processor, not of the clock: a busy machine must not decide. A mutant has a few times what its tests take unchanged."""
 _SAID_BYTES = 1000
 _PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
 _SEARCH = "tests/search"
@@ -177,6 +178,7 @@ def _copy_code(old: Any, new: Any) -> None:
 class Outcome:
     verdict: str  # killed, survived or endless
     by: str  # the test that failed, and what it said
+    cpu_s: float
 
 
 class _Trials:
@@ -187,7 +189,7 @@ class _Trials:
 
     def __init__(self, path: str, known: dict[str, str], every: int, keep: Callable[[str, Outcome], None]) -> None:
         self.path, self.known, self.every, self.keep = path, known, every, keep
-        self.failure = ""
+        self.failure, self.limit_s = "", LIMIT_S
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items.sort(key=lambda item: hasattr(item.obj, "hypothesis"))
@@ -206,6 +208,7 @@ class _Trials:
         if came.verdict != "survived":
             print(f"{self.path}: its tests fail without any change: {came.by}", file=sys.stderr)
             return True
+        self.limit_s = min(LIMIT_S, 2 + math.ceil(4 * came.cpu_s))
         for number, mutant in enumerate(mutants(source)):
             if number % self.every == 0 and mutant.what not in self.known:
                 self.keep(mutant.what, self.outcome(session, module, mutant))
@@ -216,7 +219,7 @@ class _Trials:
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
-            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+            resource.setrlimit(resource.RLIMIT_CPU, (self.limit_s, self.limit_s + 5))
             try:
                 become(module, mutant)
                 for item, following in zip(session.items, [*session.items[1:], None], strict=True):
@@ -230,9 +233,10 @@ class _Trials:
         os.close(writing)
         with os.fdopen(reading, errors="replace") as stream:
             by = stream.read()
-        _, status = os.waitpid(child, 0)
+        _, status, used = os.wait4(child, 0)
         code = os.waitstatus_to_exitcode(status)
-        return Outcome(verdict="endless" if code == -signal.SIGXCPU else "killed" if code else "survived", by=by)
+        verdict = "endless" if code == -signal.SIGXCPU else "killed" if code else "survived"
+        return Outcome(verdict=verdict, by=by, cpu_s=used.ru_utime + used.ru_stime)
 
 
 def tried(path: str, known: dict[str, str], every: int, keep: Callable[[str, Outcome], None]) -> None:
