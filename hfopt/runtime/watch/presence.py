@@ -22,22 +22,23 @@ class Presence:
     def __init__(self, trainer: Any) -> None:
         self._thread = threading.get_ident()
         on_stack = set(_codes(sys._getframe(1)))
-        self._entries = on_stack & _entries(trainer)
+        self._entries = {number: code for number, code in _entries(trainer).items() if number in on_stack}
 
     def here(self) -> bool:
         """True also where it cannot be told."""
         if not self._entries:
             return True
-        return any(code in self._entries for code in _codes(sys._current_frames().get(self._thread)))
+        return any(number in self._entries for number in _codes(sys._current_frames().get(self._thread)))
 
 
-def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+def _codes(frame: FrameType | None) -> Iterator[int]:
+    """By identity: code that torch.compile made may hold what cannot be hashed."""
     while frame is not None:
-        yield frame.f_code
+        yield id(frame.f_code)
         frame = frame.f_back
 
 
-def _entries(trainer: Any) -> set[CodeType]:
-    """The code of every `train` that the class or one of its bases has, without what was wrapped around it."""
+def _entries(trainer: Any) -> dict[int, CodeType]:
+    """By identity, the code of every `train` that the class or one of its bases has, without what was wrapped around it."""
     found = (inspect.unwrap(vars(kind)[_ENTRY]) for kind in type(trainer).__mro__ if _ENTRY in vars(kind))
-    return {function.__code__ for function in found if hasattr(function, "__code__")}
+    return {id(function.__code__): function.__code__ for function in found if hasattr(function, "__code__")}
