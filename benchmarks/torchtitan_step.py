@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.depth import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.estimate.kernels import Kernels
@@ -99,4 +100,6 @@ def curve(world: int, layers: int) -> MemoryCurve:
 def peak(world: int) -> MemoryPeak:
     """Per rank, at local batch 2; torchtitan's run_train.sh turns expandable segments on."""
     shallow, deep = curve(world, SHALLOW), curve(world, DEEP)
-    return DepthCurve(deep.timeline, 0, shallow=shallow, deep=deep, share=share_of(LAYERS)).peak(BATCH, expandable_segments=True)
+    return DepthCurve(deep.timeline, 0, shallow=shallow, deep=deep, share=share_of(LAYERS)).peak(
+        BATCH, AllocatorOptions(expandable_segments=True)
+    )

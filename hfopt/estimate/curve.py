@@ -47,14 +47,15 @@ class MemoryCurve:
     context_bytes: int
     varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
     goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
+    options: AllocatorOptions = field(default_factory=AllocatorOptions)
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
     _third: ThirdStep | None = None
 
     # ------------------------------------------------------------------------------------------ one batch size
 
-    def peak(self, batch: int, expandable_segments: bool = False, *, options: AllocatorOptions | None = None) -> MemoryPeak:
-        replay = self.replay(batch, options or AllocatorOptions(expandable_segments=expandable_segments))
+    def peak(self, batch: int, options: AllocatorOptions | None = None) -> MemoryPeak:
+        replay = self.replay(batch, options)
         return MemoryPeak(
             batch=batch,
             allocated_bytes=replay.allocated_bytes,
@@ -66,6 +67,7 @@ class MemoryCurve:
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
         """The exact replay; with a capacity, cached segments are given back when it is reached, as the real allocator does."""
+        options = options or self.options
         if batch < 1:
             raise TraceError(f"a batch size of {batch} cannot be estimated", hint="the smallest batch size is 1")
         key = (batch, options, capacity_bytes)
@@ -140,7 +142,7 @@ class MemoryCurve:
 
     # ------------------------------------------------------------------------------------------ many batch sizes
 
-    def peaks(self, batches: Sequence[int], expandable_segments: bool = False) -> tuple[MemoryPeak, ...]:
+    def peaks(self, batches: Sequence[int]) -> tuple[MemoryPeak, ...]:
         """Vectorised: allocated from the envelope, reserved interpolated between replayed anchors. No breakdown."""
         import numpy as np
 
@@ -148,9 +150,8 @@ class MemoryCurve:
             return ()
         sizes = np.asarray(batches, dtype=np.int64)
         allocated = self._enveloped(sizes)
-        options = AllocatorOptions(expandable_segments=expandable_segments)
         anchors = sorted({round(b) for b in np.geomspace(max(1, sizes.min()), sizes.max(), _ANCHORS).tolist()})
-        replays = [self.replay(anchor, options) for anchor in anchors]
+        replays = [self.replay(anchor) for anchor in anchors]
         base = self._enveloped(np.array(anchors, dtype=np.int64))
         log = np.log(sizes)
         up = np.interp(log, np.log(anchors), [replay.allocated_bytes / b for replay, b in zip(replays, base, strict=True)])

@@ -72,8 +72,8 @@ class DepthCurve(MemoryCurve):
         found = Replay(allocated, allocated + cached, deep.peak_event)
         return found if capacity_bytes is None else replace(found, fits=self._runs_in(capacity_bytes, batch, found))
 
-    def peaks(self, batches: Sequence[int], expandable_segments: bool = False) -> tuple[MemoryPeak, ...]:
-        pairs = zip(self.shallow.peaks(batches, expandable_segments), self.deep.peaks(batches, expandable_segments), strict=True)
+    def peaks(self, batches: Sequence[int]) -> tuple[MemoryPeak, ...]:
+        pairs = zip(self.shallow.peaks(batches), self.deep.peaks(batches), strict=True)
         return tuple(
             replace(
                 high,

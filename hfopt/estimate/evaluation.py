@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hfopt.estimate.allocator_options import parse_alloc_conf
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.kernels import Kernels
@@ -45,7 +46,8 @@ def evaluation_curve(workload: Workload, settings: StepSettings, evaluation: Eva
     tracer = Tracer(prepared(workload, settings), workload.make_batch, kernels)
     script = _script(settings, workload.compute_loss, evaluation)
     timeline = combine(*(tracer.record(script, batch) for batch in TRACED_BATCHES))
-    return MemoryCurve(timeline, context_bytes(settings.capability, multiprocessors=settings.multiprocessors))
+    context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
+    return MemoryCurve(timeline, context, options=parse_alloc_conf(settings.allocator))
 
 
 def _script(settings: StepSettings, compute_loss: Any, evaluation: Evaluation) -> Callable[[Session], None]:

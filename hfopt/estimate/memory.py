@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hfopt.errors import TraceError
+from hfopt.estimate.allocator_options import parse_alloc_conf
 from hfopt.estimate.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.curve import MemoryCurve
@@ -42,7 +43,9 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
         return traced(workload, settings)
     assert workload.layers is not None, "a model without layers has no depths"
     (shallow, deep), share = (traced(one, settings) for one in depths), share_of(workload.layers)
-    curve = DepthCurve(deep.curve.timeline, deep.curve.context_bytes, shallow=shallow.curve, deep=deep.curve, share=share)
+    curve = DepthCurve(
+        deep.curve.timeline, deep.curve.context_bytes, options=deep.curve.options, shallow=shallow.curve, deep=deep.curve, share=share
+    )
     ops = deeper_ops(shallow.ops, deep.ops, share)
     return Estimate(curve=curve, ops=ops, seconds=shallow.seconds + deep.seconds, notes=deep.notes)
 
@@ -59,16 +62,18 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
         notes.append("torch.compile is not traced: the figures are those of the eager step")
     script = trainer_script(settings, workload.compute_loss)
     context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
+    options = parse_alloc_conf(settings.allocator)
     with tracer_of(workload, settings) as tracer:
         first, second = (tracer.record(script, batch) for batch in TRACED_BATCHES)
         try:
             timeline = combine(first, second)
             spread = _varying(tracer, script, first, timeline, workload.lengths, notes)
-            curve = MemoryCurve(timeline, context, spread, goes_on=settings.sharding is None)
+            curve = MemoryCurve(timeline, context, spread, goes_on=settings.sharding is None, options=options)
             ops = grouped(first, second)
         except TraceError as error:
             second = tracer.record(script, COARSE_BATCH)
-            curve = MemoryCurve(coarse_timeline(*(MemoryCurve(alone(one), 0).peak(one.batch) for one in (first, second))), context)
+            peaks = (MemoryCurve(alone(one), 0, options=options).peak(one.batch) for one in (first, second))
+            curve = MemoryCurve(coarse_timeline(*peaks), context)
             ops = proportional(first)
             notes.append(COARSE_NOTE.format(first.batch, second.batch, error))
     return Estimate(curve=curve, ops=ops, seconds=time.perf_counter() - began, notes=tuple(notes))

@@ -74,7 +74,8 @@ class SharedTraces:
             self._made[kind] = estimate(workload, kind)
         shared = self._made[kind]
         context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
-        return replace(shared, curve=MemoryCurve(shared.curve.timeline, context, shared.curve.varying, shared.curve.goes_on))
+        curve = MemoryCurve(shared.curve.timeline, context, shared.curve.varying, shared.curve.goes_on, shared.curve.options)
+        return replace(shared, curve=curve)
 
 
 def _kind(capability: tuple[int, int]) -> tuple[int, int]:

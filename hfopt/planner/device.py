@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 from hfopt.config.step import step_settings
@@ -57,6 +58,11 @@ class Device:
         return None if stated is None else str(stated).removeprefix("torch.")
 
 
+def allocator_conf() -> str | None:
+    """What PyTorch's allocator is told in this environment; the first name is that of torch 2.9 and later."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
+
+
 def device_of(subject: Subject, request: Request) -> Device:
     hardware, args = subject.hardware, subject.job.args
     gpu = hardware.smallest
@@ -73,6 +79,9 @@ def device_of(subject: Subject, request: Request) -> Device:
         free = gpu.available_bytes
     capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
     base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
+    if gpu is not None and (conf := allocator_conf()):
+        base = replace(base, allocator=conf)
+        notes.append(f"the allocator as the environment sets it here: {conf}")
     world = world_of(subject)
     if world.ranks.world_size > 1:
         link, words = link_of(hardware, asked=request.link_rate, nodes=request.nodes)

@@ -9,6 +9,7 @@ from pathlib import Path
 from hfopt.config.step import full_checkpointing, step_settings
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.memory import estimate
+from hfopt.planner.device import allocator_conf
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.schema import (
     BatchShape,
@@ -55,8 +56,10 @@ def memory_table(
     job, workload, gpu = subject.job, subject.workload, subject.hardware.smallest
     capability, multiprocessors = ((8, 0), None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
     settings = step_settings(job.args, capability=capability, multiprocessors=multiprocessors)
-    settings = replace(settings, precision=precision or settings.precision)
+    settings = replace(settings, precision=precision or settings.precision, allocator=allocator_conf())
     notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu)]
+    if settings.allocator:
+        notes.append(f"the allocator as the environment sets it here: {settings.allocator}")
     ways = [Checkpointing()]
     if workload.checkpointable:
         ways.append(full_checkpointing(job.args))

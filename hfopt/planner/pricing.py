@@ -126,7 +126,7 @@ class Pricing:
         if trial.device != "cpu" and trial.peak_reserved_bytes is not None:  # a process on the CPU holds Python and libraries as well
             known = self.estimate(candidate).curve
             # of the longest batches alone, as the dry run has them
-            curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on)
+            curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on, options=known.options)
             capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
             predicted = curve.replay(candidate.per_device_batch, capacity_bytes=capacity).reserved_bytes
             predicted += self._added_bytes(candidate) - self.offset_bytes
@@ -148,7 +148,9 @@ class Pricing:
     # ------------------------------------------------------------------------------------------ memory of one candidate
 
     def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
-        return self._adjusted(self.estimate(candidate).curve.peak(candidate.per_device_batch, expandable_segments), candidate)
+        curve = self.estimate(candidate).curve
+        options = replace(curve.options, expandable_segments=True) if expandable_segments else None
+        return self._adjusted(curve.peak(candidate.per_device_batch, options), candidate)
 
     def _adjusted(self, peak: MemoryPeak, candidate: Candidate) -> MemoryPeak:
         added = self._added_bytes(candidate)

@@ -83,6 +83,7 @@ class StepSettings:
     capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device
+    allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF; None: PyTorch's defaults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -107,6 +107,18 @@ def test_the_largest_batch_is_where_fits_ends(run: Run, folder: str) -> None:
         assert row["fits"] == (row["device_bytes"] <= 768 * 2**20) == (row["spare_bytes"] >= 0)
 
 
+def test_the_allocator_is_the_one_the_environment_asks_for(run: Run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (folder, "--gpu", "t4", "--batch-sizes", "300", "--seq-len", "128")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    plain = _json(run, *asked)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    told = _json(run, *asked)
+    assert told["rows"][0]["peak_reserved_bytes"] < plain["rows"][0]["peak_reserved_bytes"]
+    said = "the allocator as the environment sets it here: expandable_segments:True"
+    assert said in told["notes"] and said not in plain["notes"]
+
+
 @pytest.mark.slow
 def test_lengths_that_vary_are_replayed_and_said(run: Run, folder: str) -> None:
     data = _json(run, folder, "--gpu", "cpu", "--batch-sizes", "2", "--lengths", "24,40,64")

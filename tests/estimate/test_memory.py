@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from hfopt.errors import TraceError
+from hfopt.errors import ConfigError, TraceError
+from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
@@ -42,6 +43,16 @@ def test_vectorised_peaks_agree_with_the_replay(traced: Estimate) -> None:
         exact = traced.curve.peak(batch)
         assert fast.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.02)
         assert fast.reserved_bytes == pytest.approx(exact.reserved_bytes, rel=0.1)
+
+
+def test_the_allocators_settings_decide_what_is_reserved_everywhere(traced: Estimate, tiny_gpt2: Make) -> None:
+    told = estimate(tiny_gpt2(), StepSettings(allocator="expandable_segments:True")).curve
+    grown = told.peak(16)
+    assert grown == traced.curve.peak(16, AllocatorOptions(expandable_segments=True)) != traced.curve.peak(16)
+    assert told.peaks([16])[0].reserved_bytes == pytest.approx(grown.reserved_bytes, rel=0.001)
+    assert told.fits(16, grown.device_bytes) and not told.fits(16, grown.device_bytes - 1)
+    with pytest.raises(ConfigError, match="key:value"):
+        estimate(tiny_gpt2(), StepSettings(allocator="nonsense"))
 
 
 def test_ten_thousand_batch_sizes_in_under_a_second(traced: Estimate) -> None:
