@@ -64,7 +64,7 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
     traded = facts.after.candidate.accumulation != facts.job.accumulation
     so = "The config's own does not fit, so it was traded all the same" if traded else "So the accumulation stays as it is"
     grows = f"the gradient of n micro-batches is {found.ratio:.2f} times that of one batch: " if found.ratio != 1 else ""
-    repaired = "; `hfopt run` repairs it, then the pair is free" if found.fixable else ""
+    repaired = "; where it is traded, `hfopt run` divides by it, as the Trainer does for other models" if found.fixable else ""
     yield Advice(
         title=f"{found.model_class} is not neutral to accumulation in transformers {found.transformers_version}",
         detail=f"{grows}{found.reason}. {so}{repaired}",

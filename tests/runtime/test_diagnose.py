@@ -171,6 +171,17 @@ def test_the_effective_batch_is_kept_where_memory_is_traded() -> None:
     assert changes("memory_headroom", gradient_accumulation_steps=1, gradient_checkpointing=True) == {"gradient_checkpointing": False}
 
 
+def test_nothing_is_traded_where_the_plan_says_that_gradients_would_change() -> None:
+    for cause in ("memory_headroom", "near_limit", "launch_bound"):
+        one, run = ILL[cause]
+        args = {**run.args, "gradient_accumulation_steps": 4}
+        free = diagnose(one, replace(run, args=args))
+        fixed = diagnose(one, replace(run, args=args, pair_stays=True))
+        keys = [{change.key for found in all_ for change in found.changes if found.cause == cause} for all_ in (free, fixed)]
+        assert "gradient_accumulation_steps" in keys[0] and "gradient_accumulation_steps" not in keys[1]
+        assert "per_device_train_batch_size" not in keys[1]
+
+
 def test_unused_memory_that_buys_nothing_is_no_finding() -> None:
     one, run = ILL["memory_headroom"]
     assert causes(one, replace(run, args={**run.args, "gradient_accumulation_steps": 1})) == {"compute_bound"}

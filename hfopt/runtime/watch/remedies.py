@@ -120,9 +120,10 @@ def less_memory(run: RunFacts) -> Remedy:
     if planned := _planned(run, _BATCH_KEYS):
         return planned
     batch, accumulation = _pair(run)
-    divisor = next((d for d in range(2, batch + 1) if batch % d == 0), None)
+    divisor = None if run.pair_stays else next((d for d in range(2, batch + 1) if batch % d == 0), None)
     if divisor is None:
-        return Remedy(changes=(_change(run, "gradient_checkpointing", True, "the batch is 1 already; recomputing saves the activations"),))
+        why = "another accumulation would change the gradients" if run.pair_stays else "the batch is 1 already"
+        return Remedy(changes=(_change(run, "gradient_checkpointing", True, f"{why}; recomputing saves the activations"),))
     return Remedy(changes=_trade(run, batch // divisor, accumulation * divisor, "the same effective batch in less memory"))
 
 
@@ -132,7 +133,7 @@ def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> Remed
         return planned
     batch, accumulation = _pair(run)
     factor = max((d for d in range(1, accumulation + 1) if accumulation % d == 0 and d * used_share <= 0.9), default=1)
-    if factor > 1:
+    if factor > 1 and not run.pair_stays:
         reason = f"the same effective batch; {100 * factor * used_share:.0f} % of the card even if all memory grew with the batch"
         return Remedy(changes=_trade(run, batch * factor, accumulation // factor, reason))
     if run.args.get("gradient_checkpointing"):
@@ -154,7 +155,7 @@ def larger_kernels(window: Window, run: RunFacts) -> Remedy:
     if planned := _planned(run, _BATCH_KEYS):
         return planned
     batch, accumulation = _pair(run)
-    if accumulation > 1:
+    if accumulation > 1 and not run.pair_stays:
         factor = max(d for d in range(2, accumulation + 1) if accumulation % d == 0 and d <= 8) if accumulation % 2 == 0 else accumulation
         compute_s = window.phases.forward_backward_s
         gain = window.phases.train_s / max(1e-9, window.phases.train_s - compute_s * (1 - 1 / factor)) - 1

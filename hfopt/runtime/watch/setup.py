@@ -76,8 +76,14 @@ def facts_of(args: Any, state: Any, place: Place, plan: Any, model: Any = None) 
         pcie_bytes_per_s=place.gpus[0].pcie_bytes_per_s if place.gpus else None,
         planned=changes,
         planned_gain=gain,
+        pair_stays=pair_stays(plan),
         layers=sum(1 for part in model.modules() if next(part.children(), None) is None) if model is not None else None,
     )
+
+
+def pair_stays(plan: Any) -> bool:
+    found = getattr(getattr(plan, "facts", plan), "neutrality", None)
+    return found is not None and not found.neutral
 
 
 def planned(plan: Any) -> tuple[tuple[Change, ...], float | None]:
