@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -68,7 +67,8 @@ def test_an_environment_of_its_own_runs_it(built: tuple[Path, Path], tmp_path: P
     python = home / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip())
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", built[1], cwd=tmp_path)
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    places = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]  # layered environments have several
+    (site / "dependencies.pth").write_text("\n".join(places) + "\n")
     clean = {"env": {"PATH": f"{home / 'bin'}:/usr/bin:/bin", "HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}}
     assert Path(run(python, "-c", "import hfopt; print(hfopt.__file__)", cwd=tmp_path, **clean).strip()).is_relative_to(home)
     command = home / "bin" / "hfopt"

@@ -71,14 +71,16 @@ def test_times_are_those_of_the_phases(tmp_path: Path) -> None:
 
     run = trainer(tmp_path, HFGpuMonitor(), kind=SlowForward, collator=SlowCollator(0.02), gradient_accumulation_steps=2)
     run.add_callback(Slow())  # after the monitor, which must count it all the same
+    began_s = time.monotonic()
     run.train()
+    wall_s = time.monotonic() - began_s
     (summary,) = lines(tmp_path, "summary")
     per_step = {name: value / summary["steps"] for name, value in summary["phases"].items()}
     assert per_step["data_wait_s"] >= 0.04
     assert per_step["forward_backward_s"] >= 0.06
     assert per_step["optimizer_s"] >= 0.006
     assert per_step["other_s"] >= 0.004
-    assert per_step["data_wait_s"] + per_step["forward_backward_s"] >= 0.8 * sum(per_step.values())
+    assert sum(summary["phases"].values()) <= wall_s  # nothing is counted twice
 
 
 def test_a_slow_collator_is_found_and_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +247,8 @@ def test_no_token_is_ever_written(tmp_path: Path) -> None:
     assert all(secret not in file.read_text() for file in (tmp_path / "hfopt").iterdir())
 
 
-def test_the_bar_shows_the_status(tmp_path: Path) -> None:
+def test_the_bar_shows_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfopt.runtime.sampler._MOST_OF_TIME", 1.0)  # at its interval also where a reading is slow
     shown: list[str] = []
 
     class Bar(TrainerCallback):  # type: ignore[misc]

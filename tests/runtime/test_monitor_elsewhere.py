@@ -45,13 +45,13 @@ def test_two_ranks_one_of_them_slow(tmp_path: Path) -> None:
 class Slow(transformers.Trainer):
     def training_step(self, *args, **kwargs):
         if self.args.process_index == 1:
-            time.sleep(0.08)
+            time.sleep(0.2)
         return super().training_step(*args, **kwargs)
 trainer(out, HFGpuMonitor(), kind=Slow, ddp_backend="gloo", max_steps=16).train()
 """
     said = run(script, tmp_path, launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))
     (finding,) = [line for line in lines(tmp_path, "finding") if line["cause"] == "slow_rank"]
-    assert finding["evidence"]["rank"] == 1 and finding["evidence"]["lag_s"] == pytest.approx(0.08, abs=0.04)
+    assert finding["evidence"]["rank"] == 1 and finding["evidence"]["lag_s"] == pytest.approx(0.2, abs=0.1)
     assert "before forward" in finding["message"]
     assert [line["rank"] for line in lines(tmp_path, "header", "monitor.rank1.jsonl")] == [1]
     (summary,) = lines(tmp_path, "summary")
@@ -66,7 +66,7 @@ def test_on_the_virtual_gpu_its_card_and_torchs_memory_are_read(tmp_path: Path) 
     from hfopt.virtual.launch import environment
 
     script = """
-run = trainer(out, HFGpuMonitor(interval=0.1), collator=SlowCollator(0.05), use_cpu=False, tf32=True, dataset=Sentences(length=8))
+run = trainer(out, HFGpuMonitor(interval=0.1), collator=SlowCollator(0.1), use_cpu=False, tf32=True, dataset=Sentences(length=8))
 run.train()
 import json, torch
 (out / "torch.json").write_text(json.dumps([str(torch.cuda.get_device_properties(0).uuid), torch.cuda.max_memory_reserved()]))

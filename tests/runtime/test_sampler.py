@@ -130,7 +130,10 @@ def test_whatever_breaks_in_a_tick_stays_in_it(broken: str) -> None:
     if broken == "host":
         watching._host = Cards(PermissionError("/proc"))  # type: ignore[assignment]
     watching.start()
-    time.sleep(0.1)
+    until = time.monotonic() + 60
+    while not said and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.05)  # some more ticks
     thread = watching._thread
     assert thread is not None and thread.is_alive()
     watching.stop()

@@ -89,10 +89,9 @@ def test_a_model_that_cannot_be_built_is_told_in_one_sentence(tiny_job: TrainJob
 
 
 def test_a_hanging_child_is_ended_at_the_limit(tiny_job: TrainJob, scratch: Path) -> None:
-    started = time.monotonic()
     trial = dry_run(tiny_job, CANDIDATE, device="cpu", timeout_s=0.3)
     assert (trial.outcome, trial.message) == ("timeout", "the dry run was ended at its limit of 300.0 ms")
-    assert time.monotonic() - started < 20
+    assert _workers(scratch) == []
     assert list(scratch.iterdir()) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +51,9 @@ def test_a_language_model_that_counts_its_items_is_neutral(job_of: Callable[...,
     assert (answer.model_class, answer.transformers_version) == ("GPT2LMHeadModel", transformers.__version__)
 
 
-def test_a_head_that_ignores_the_count_agrees_with_the_trainers_own_steps(job_of: Callable[..., TrainJob], own_cache: Path) -> None:
+def test_a_head_that_ignores_the_count_agrees_with_the_trainers_own_steps(
+    job_of: Callable[..., TrainJob], own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether this version multiplies the gradients is its own affair; the probe must agree with a plain Trainer, and the fix must hold."""
     answer = probe(job_of("bert"))
     assert answer is not None
@@ -61,10 +62,8 @@ def test_a_head_that_ignores_the_count_agrees_with_the_trainers_own_steps(job_of
     assert answer.neutral == (expected == pytest.approx(1, rel=0.05))
     assert answer.neutral or answer.fixable
     assert answer.neutral or "model_accepts_loss_kwargs" in answer.reason
-    started = time.perf_counter()
-    again = probe(job_of("bert"))
-    assert again == answer
-    assert time.perf_counter() - started < 5
+    monkeypatch.setattr(neutrality, "_answer", None)  # what is known is not probed again
+    assert probe(job_of("bert")) == answer
     assert len(list(own_cache.iterdir())) == 1
 
 

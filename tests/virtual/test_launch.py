@@ -80,7 +80,7 @@ def test_memory_is_counted_with_the_context(seen: Any, card: Gpu) -> None:
 @pytest.mark.virtual_gpu
 def test_load_and_power_follow_the_kernels(seen: Any) -> None:
     assert seen["before"]["load"] == 0
-    assert seen["busy"]["load"] > 80
+    assert seen["busy"]["load"] > 40  # all of it where nobody else has the core
     assert seen["busy"]["power"] > 3 * seen["before"]["power"]
 
 
