@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.units import GIB, MIB, format_bytes, format_percent, format_rate, format_seconds, parse_bytes
+from hfopt.units import GIB, MIB, format_bytes, format_percent, format_rate, format_seconds, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,25 @@ def test_rates_and_shares() -> None:
     assert format_rate(12.34, "samples") == "12.3 samples/s"
     assert format_rate(1.234, "tokens") == "1.23 tokens/s"
     assert format_percent(0.512) == "51.2 %"
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("400Gbit/s", 50e9),
+        ("100Gb/s", 12.5e9),
+        ("25GB/s", 25e9),
+        (" 1.5 tbit ", 187.5e9),
+        ("900 MByte/s", 9e8),
+        ("10Gbps", 1.25e9),
+        ("8B/s", 8),
+    ],
+)
+def test_rates_of_links_are_read(text: str, bytes_per_s: float) -> None:
+    assert parse_rate(text) == pytest.approx(bytes_per_s)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "25", "-1GB/s", "25GB/h"])
+def test_a_bad_rate_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(ValueError, match="400Gbit/s"):
+        parse_rate(text)

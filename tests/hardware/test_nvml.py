@@ -150,3 +150,18 @@ def test_a_child_process_finds_the_driver_by_its_library_name(nvml_standin: Nvml
     environment = {**os.environ, **nvml_standin.environment}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert json.loads(result.stdout) == ["570.86.15", "12.8", ["NVIDIA GeForce RTX 3070"]]
+
+
+def test_without_the_binding_the_reason_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    answer = nvml.connect()
+    assert isinstance(answer, nvml.Unreachable)
+    assert answer.kind == "no_binding" and "nvidia-ml-py" in answer.reason
+
+
+def test_the_lanes_of_card_and_slot_are_told_apart(driver: NvmlStandin) -> None:
+    driver.card(0, pcie_lanes=4)
+    driver.card(1, pcie_max_lanes=None)
+    narrow, unknown = connected().devices()
+    assert narrow.pcie == (4, 4) and narrow.max_pcie_lanes == 16
+    assert unknown.pcie == (4, 16) and unknown.max_pcie_lanes is None

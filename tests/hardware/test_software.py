@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
+from hfopt.hardware import checkup, software
 from hfopt.hardware.checkup import nvidia_on_bus
-from hfopt.hardware.software import TorchBuild, installed, package_version, parse_build
+from hfopt.hardware.software import TorchBuild, installed, package_version, parse_build, torch_build
 
 ANNOTATED = (
     "from typing import Optional\n__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
@@ -59,3 +61,32 @@ def test_a_card_on_the_bus(tmp_path: Path, vendor: str, kind: str, there: bool) 
     (device / "vendor").write_text(vendor + "\n")
     (device / "class").write_text(kind + "\n")
     assert nvidia_on_bus(tmp_path) is there
+
+
+def test_no_torch_and_a_torch_without_its_version_are_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    assert torch_build() is None
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    monkeypatch.setattr(software, "find_spec", lambda name: spec_from_file_location(name, tmp_path / name / "__init__.py"))
+    assert torch_build() is None
+    (tmp_path / "torch" / "version.py").write_text(ANNOTATED)
+    assert torch_build() == TorchBuild(version="2.9.0+cu128", cuda="12.8")
+
+
+def test_a_machine_without_shared_memory_has_none_to_be_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(place: str) -> None:
+        raise FileNotFoundError(place)
+
+    monkeypatch.setattr(checkup.shutil, "disk_usage", fails)
+    assert checkup._shared_memory_bytes() is None
+
+
+def test_a_slot_that_is_gone_while_the_bus_is_read(tmp_path: Path) -> None:
+    for slot, files in {"0000:01": {"vendor": "0x10de"}, "0000:02": {"vendor": "0x10de", "class": "0x030000"}}.items():
+        (tmp_path / "sys/bus/pci/devices" / slot).mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / "sys/bus/pci/devices" / slot / name).write_text(text)
+    assert nvidia_on_bus(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0000:02/class").unlink()
+    assert not nvidia_on_bus(tmp_path)

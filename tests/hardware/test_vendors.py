@@ -42,3 +42,7 @@ def test_an_apple_gpu_shares_the_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert (gpu.name, gpu.vendor, gpu.memory_bytes, gpu.usable_bytes) == ("Apple M3 Pro", "apple", 32 * GIB, 24 * GIB)
     monkeypatch.setattr(vendors, "_sysctl", lambda name: None)
     assert vendors.apple_gpus() == ()
+
+
+def test_a_machine_without_sysctl_knows_nothing_of_apple() -> None:
+    assert vendors._sysctl("hw.no_such_thing") is None

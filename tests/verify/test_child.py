@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.verify import child
+from hfopt.verify import child, guard
 from hfopt.verify.guard import marked_processes
 
 FORKS_AND_HANGS = """
@@ -159,3 +160,38 @@ def test_a_folder_whose_owner_was_killed_is_swept(own_tempdir: Path) -> None:
     with child.scratch_folder() as folder:
         assert sorted(path.name for path in own_tempdir.iterdir()) == sorted([folder.name, f"hfopt-{os.getppid()}-alive"])
     (own_tempdir / f"hfopt-{os.getppid()}-alive").rmdir()
+
+
+def _guarded(folder: Path, mark: str, *command: str, limit_s: float = 60.0) -> subprocess.Popen[bytes]:
+    """The guard alone, as `child` starts it."""
+    folder.mkdir()
+    return subprocess.Popen([sys.executable, guard.__file__, str(limit_s), str(folder), mark, *command], stdin=subprocess.PIPE)
+
+
+@pytest.mark.parametrize(
+    ("command", "limit_s", "written"),
+    [
+        ([sys.executable, "-S", "-c", "raise SystemExit(7)"], 60.0, {"reason": "exit", "returncode": 7}),
+        ([sys.executable, "-S", "-c", "import time; time.sleep(600)"], 0.2, {"reason": "timeout", "returncode": -9}),
+        (["/nowhere/at/all"], 60.0, {"reason": "exit", "returncode": 127, "error": "/nowhere/at/all: No such file or directory"}),
+    ],
+)
+def test_the_guard_writes_how_it_went(command: list[str], limit_s: float, written: dict[str, object], tmp_path: Path) -> None:
+    with _guarded(tmp_path / "folder", str(tmp_path), *command, limit_s=limit_s) as process:
+        assert process.wait(timeout=60) == 0
+    assert json.loads((tmp_path / "folder" / "ended.json").read_text()) == written
+    assert marked_processes(str(tmp_path)) == []
+
+
+def test_a_guard_whose_pipe_is_closed_ends_the_child_and_takes_the_folder_away(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    with _guarded(tmp_path / "folder", str(tmp_path), sys.executable, "-S", "-c", FORKS_AND_HANGS, str(up)) as process:
+        until = time.monotonic() + 60
+        while not (up.exists() and up.read_text() == "up\nup\n") and time.monotonic() < until:
+            time.sleep(0.01)
+        assert len(marked_processes(str(tmp_path))) == 3
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
+    assert marked_processes(str(tmp_path)) == []
+    assert not (tmp_path / "folder").exists()
