@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -38,21 +39,19 @@ def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: P
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(schedule), str(folder), str(accumulation)],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with contextlib.ExitStack() as stack:  # closes the pipes and waits, after the kills
+        processes = []
+        for rank in range(world):
+            process = subprocess.Popen(
+                [sys.executable, str(PROGRAM), json.dumps(schedule), str(folder), str(accumulation)],
+                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            processes.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
     lines = [line.removeprefix("RESULT ") for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == world, outputs
     return [json.loads(line) for line in lines]

@@ -122,6 +122,29 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
 }
+TINY["git"] = {**TINY["bert"], "vision_config": TINY["clip"]["vision_config"]}
+TINY["vision-encoder-decoder"] = {
+    "encoder": {"model_type": "vit", **TINY["vit"]},
+    "decoder": {"model_type": "gpt2", **TINY["gpt2"], "add_cross_attention": True, "is_decoder": True},
+    "is_encoder_decoder": True,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+TINY["speech_to_text"] = {
+    **{key: value for key, value in TINY["whisper"].items() if "token" not in key},
+    "is_encoder_decoder": True,
+    "input_feat_per_channel": 16,
+    "conv_channels": 16,
+}
+TINY["wav2vec2-bert"] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 32,
+    "feature_projection_input_dim": 16,
+    "conv_depthwise_kernel_size": 3,
+}
 
 
 @pytest.fixture

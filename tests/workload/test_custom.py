@@ -76,3 +76,12 @@ def test_wrong_code_is_said(code: Path, name: str, words: str) -> None:
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="cannot be imported"):
         from_spec(ModelSpec(name=f"{tmp_path}/nowhere.py:Model", trust_remote_code=True), DataSpec())
+
+
+def test_what_make_batch_may_not_do_is_said(code: Path) -> None:
+    workload = from_spec(ModelSpec(name=f"{code}:Recogniser", trust_remote_code=True), DataSpec())
+    with pytest.raises(WorkloadError, match="a batch of 0 samples cannot be made"):
+        workload.make_batch(0)
+    code.write_text(CODE.replace("def make_batch(samples):\n", "def make_batch(samples):\n    return torch.zeros(samples)\n"))
+    with pytest.raises(WorkloadError, match="returned a Tensor, not a dict of tensors"):
+        from_spec(ModelSpec(name=f"{code}:Recogniser", trust_remote_code=True), DataSpec()).make_batch(2)

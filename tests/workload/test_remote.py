@@ -67,3 +67,16 @@ def test_trusted_it_is_built(folder: str) -> None:
 def test_a_head_its_code_lacks_is_said(folder: str) -> None:
     with pytest.raises(WorkloadError, match="no head for causal_lm"):
         from_spec(ModelSpec(name=folder, trust_remote_code=True, task="causal_lm"), DataSpec())
+
+
+def test_code_that_is_missing_or_broken_is_said(folder: str) -> None:
+    config = Path(folder) / "config.json"
+    fields = json.loads(config.read_text())
+    fields["auto_map"]["AutoModelForSequenceClassification"] = ["modeling_plain.NoSuchClass", None]
+    config.write_text(json.dumps(fields))
+    with pytest.raises(WorkloadError, match=r"modeling_plain\.NoSuchClass\) cannot be loaded"):
+        from_spec(ModelSpec(name=folder, trust_remote_code=True), DataSpec())
+    del fields["auto_map"]["AutoConfig"]
+    config.write_text(json.dumps(fields))
+    with pytest.raises(WorkloadError, match="names no AutoConfig in its auto_map"):
+        from_spec(ModelSpec(name=folder, trust_remote_code=True), DataSpec())

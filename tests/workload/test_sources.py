@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from hfopt.errors import WorkloadError
+from hfopt.workload import sources
 from hfopt.workload.sources import find_config
 
 
@@ -103,3 +104,11 @@ def test_what_the_hub_answers_is_said(hub: Callable[[int], None], capfd: pytest.
         find_config("acme/unheard-of")
     assert "bundled table" in str(caught.value) and "config.json" in str(caught.value.hint)
     assert capfd.readouterr().err == "", "one message, not the client's own"
+
+
+@pytest.mark.parametrize("name", ["no..such", "-model", "a b"])
+def test_what_no_name_on_the_hub_can_be_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(sources, "urlopen", None)
+    with pytest.raises(WorkloadError, match="not a valid hub id"):
+        find_config(name)

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from hfopt.errors import WorkloadError
+from hfopt.workload import trainer as trainer_module
 from hfopt.workload.samples import longest_samples, sample_size, shares
 from hfopt.workload.trainer import from_trainer
 
@@ -290,3 +291,53 @@ def test_a_loss_that_was_wrapped_on_the_live_trainer_asks_the_copy(make_trainer:
         assert workload.compute_loss is not None
         workload.compute_loss(model, workload.make_batch(2)).backward()
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+def _image_shape(*extra: str) -> Any:
+    return trainer_module._shape_of(
+        {"pixel_values": torch.zeros(2, 3, 8, 16), **{name: torch.zeros(2, 5) for name in extra}}, nn.Linear(1, 1)
+    )
+
+
+def test_the_collators_batch_in_our_words() -> None:
+    image = _image_shape()
+    assert (image.kind, image.channels, image.height, image.width, image.length) == ("image", 3, 8, 16, None)
+    both = _image_shape("input_ids")
+    assert (both.kind, both.length) == ("image_text", 5)
+    sound = trainer_module._shape_of({"input_values": torch.zeros(2, 160)}, nn.Linear(1, 1))
+    assert (sound.kind, sound.audio_samples) == ("audio", 160)
+    translates = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True))
+    pair = trainer_module._shape_of({"input_ids": torch.ones(2, 7), "labels": torch.ones(2, 4)}, translates)  # type: ignore[arg-type]
+    assert (pair.kind, pair.length, pair.target_length, pair.padded) == ("text_to_text", 7, 4, False)
+    assert trainer_module._shape_of({"x": torch.zeros(2, 160)}, nn.Linear(1, 1)).kind == "custom"
+
+
+def test_no_model_no_samples_and_samples_the_collator_refuses_are_said(make_trainer: Any) -> None:
+    trainer = make_trainer()
+    with pytest.raises(WorkloadError, match="a batch of 0 samples"):
+        from_trainer(trainer).make_batch(0)
+    trainer.data_collator = lambda samples: {}["nothing"]
+    with pytest.raises(WorkloadError, match="does not take its own samples"):
+        from_trainer(trainer)
+    trainer.model = None
+    with pytest.raises(WorkloadError, match="the trainer has no model"):
+        from_trainer(trainer)
+
+
+def test_a_stream_of_equal_samples_is_looked_at_and_one_of_unequal_ones_is_not() -> None:
+    from datasets import Dataset
+
+    equal = Dataset.from_dict({"input_ids": [[1, 2, 3]] * 20}).to_iterable_dataset()
+    found = longest_samples(equal)
+    assert found is not None and found.of is None and found.longest == {"input_ids": [1, 2, 3]}
+    assert trainer_module._seen(found) == f"the first {found.seen} samples of a stream, all of one length"
+    assert longest_samples(Dataset.from_dict({"input_ids": [[1], [1, 2]] * 10}).to_iterable_dataset()) is None
+    assert longest_samples(iter([])) is None and longest_samples([]) is None
+
+
+def test_lengths_come_from_a_column_of_lengths_too() -> None:
+    from datasets import Dataset
+
+    named = Dataset.from_dict({"length": [3, 9, 5], "text": ["abc", "a", "b"]})
+    found = longest_samples(named)
+    assert found is not None and found.longest["length"] == 9
