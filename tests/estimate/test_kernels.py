@@ -1,9 +1,10 @@
-"""Who owns the workspaces of cuBLAS and cublasLt, by PyTorch's version and the card."""
+"""Who owns the workspaces of cuBLAS and cublasLt, by PyTorch's version and the card, and what the context takes."""
 
 from __future__ import annotations
 
 import pytest
 
+from hfopt.estimate.context import context_bytes
 from hfopt.estimate.formulas import Formula
 from hfopt.estimate.kernels import Kept, Kernels
 from hfopt.units import KIB, MIB
@@ -35,3 +36,13 @@ def test_the_installed_version_is_the_default() -> None:
     import torch
 
     assert ".".join(map(str, Kernels().torch_version)) == ".".join(torch.__version__.split(".")[:2])
+
+
+@pytest.mark.parametrize(("version", "eager"), [(None, False), ("11.6", True), ("11.7", False), ("12.8", False)])
+def test_before_cuda_11_7_the_context_holds_every_kernel(version: str | None, eager: bool) -> None:
+    assert (context_bytes((8, 0), version) - context_bytes((8, 0)) > 800 * MIB) is eager
+
+
+def test_a_larger_card_has_a_larger_context() -> None:
+    sizes = [context_bytes((8, 9), multiprocessors=count) for count in (24, 58, 142)]
+    assert sizes == sorted(sizes) and sizes[2] - sizes[0] > 200 * MIB

@@ -254,3 +254,29 @@ def test_what_torch_says_of_the_units_is_told_as_the_engines_own() -> None:
     assert told.hint == "plan with another --engine"
     own = TraceError("the model cannot be traced: aten::item")
     assert refusal(own, "Mine") is own
+
+
+def gathered_blocks(made: Estimate) -> list[int]:
+    """Sizes of what the second step gathers."""
+    timeline = made.curve.timeline
+    named = [timeline.places[place].op == "all_gather" for place in timeline.place_of.tolist()]
+    events = list(zip(timeline.sizes(2), named, timeline.is_free.tolist(), strict=True))
+    return [size for size, found, freed in events[timeline.marks["step_1"] :] if found and not freed]
+
+
+def test_zero_3_gathers_several_weights_at_once_where_the_bucket_has_room() -> None:
+    sizes = (1, 8 * HIDDEN**2)
+    single, several = (traced(Sharding(engine="zero3", world_size=WORLD, zero=replace(ZERO, prefetch_bucket=size))) for size in sizes)
+    assert held(several, "weights", after="step_1") == held(single, "weights", after="step_1")  # all are given back
+    weights = {2 * size for size in (HIDDEN**2, 4 * HIDDEN**2, HIDDEN * VOCABULARY)}
+    assert set(gathered_blocks(single)) == weights  # each alone
+    flights = set(gathered_blocks(several)) - weights
+    assert flights and all(2 * HIDDEN**2 < size <= 2 * 12 * HIDDEN**2 for size in flights)
+
+
+def test_zero_3_offload_leaves_weights_and_states_on_the_host() -> None:
+    shard = traced(Sharding(engine="zero3", world_size=WORLD, offload_parameters=True, offload_optimizer=True, zero=ZERO))
+    small = 2 * HIDDEN * (2 * LAYERS + 1)  # norms are never divided
+    assert held(shard, "weights", after="step_1") == pytest.approx(small, abs=4096)
+    assert held(shard, "optimizer", after="step_1") < 1000
+    assert any(place.op == "to_host" for place in shard.curve.timeline.places)
