@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hfopt.report.plan_page import plan_page
-from hfopt.report.text import plan_text
-from hfopt.schema import Candidate, PlanCharts, PlanFacts, Rejection, Trial
+from hfopt.report.text import device_words, plan_text
+from hfopt.schema import Candidate, Checkpointing, Correction, EngineChoice, PlanCharts, PlanFacts, Priced, Rejection, Trial
+from hfopt.units import GIB
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,67 @@ def test_a_rehearsal_of_some_micro_batches_says_so(facts: PlanFacts) -> None:
 
     assert "with 2 of a step's 16 micro-batches" in told(16, "virtual")
     assert "micro-batches" not in told(2, "virtual") and "micro-batches" not in told(16, "cuda")
+
+
+def test_the_machine_is_named_as_it_is(facts: PlanFacts) -> None:
+    card = facts.hardware.gpus[0]
+    assert device_words(facts) == "RTX 3070, 8.00 GiB (found here)"
+    several = replace(facts.hardware, gpus=(replace(card, capability=(8, 6)),) * 2, hypothetical=True)
+    assert device_words(replace(facts, hardware=several)) == "2 × RTX 3070, 8.00 GiB, capability 8.6 (named, not here)"
+    cpu = replace(facts.hardware, gpus=(), host=replace(facts.hardware.host, cpu_name="Xeon"))
+    assert device_words(replace(facts, hardware=cpu)) == "Xeon, 2 cores, 1.00 GiB of RAM free"
+
+
+def test_how_devices_share_the_work_is_told_with_its_command(facts: PlanFacts) -> None:
+    engine = EngineChoice(name="FSDP2", reason="DDP does not fit", rejected=(("DDP", "too large"),), commands=("torchrun x.py",))
+    lines = plan_text(replace(facts, engine=engine, job=replace(facts.job, world_size=2))).splitlines()
+    begin = lines.index("FSDP2 over 2 devices: DDP does not fit")
+    assert lines[begin + 1 : begin + 3] == ["  not DDP: too large", "  torchrun x.py"]
+    assert "48 × 2 × 2 after" in lines[1]
+
+
+@pytest.mark.parametrize(("predicted", "off"), [(1.5, "50.0 % too much"), (0.5, "50.0 % too little"), (1.0, "met")])
+def test_what_was_measured_stands_beside_what_was_predicted(facts: PlanFacts, predicted: float, off: str) -> None:
+    after = facts.after.candidate
+    trial = Trial(device="cuda", candidate=after, outcome="ok", peak_reserved_bytes=GIB, peak_allocated_bytes=GIB // 2)
+    found = Correction(
+        candidate=after,
+        device="cuda",
+        predicted_step_s=predicted,
+        measured_step_s=1.0,
+        predicted_reserved_bytes=round(predicted * GIB),
+        measured_reserved_bytes=GIB,
+    )
+    text = plan_text(replace(facts, trial=trial, correction=found))
+    assert "measured on this card: 1.0 s a step, 96.0 samples/s" in text
+    assert "measured on this card: 1.00 GiB reserved, 512 MiB allocated" in text
+    assert text.count(f": {off}") == 2
+
+
+def test_a_dry_run_that_failed_says_how(facts: PlanFacts) -> None:
+    trial = Trial(device="cpu", candidate=facts.after.candidate, outcome="timeout")
+    assert "the dry run on this CPU ended with timeout: no message" in plan_text(replace(facts, trial=trial))
+    assert "not verified on a device" in plan_text(facts)
+
+
+def test_a_tie_is_told_with_what_decided_it(facts: PlanFacts) -> None:
+    winner = facts.after.candidate
+    others = {
+        "more accumulation steps": replace(winner, accumulation=winner.accumulation + 1),
+        "recomputes what fits without": replace(winner, checkpointing=Checkpointing(every_n_layers=1)),
+        "changes more of the config": replace(
+            winner, optim="adafactor", torch_compile=True, use_liger_kernel=True, attn_implementation="sdpa"
+        ),
+    }
+    for reason, candidate in others.items():
+        equal = Priced(candidate=candidate, memory=facts.after.memory, time=facts.after.time)
+        text = plan_text(replace(facts, alternatives=(equal,)))
+        assert f"within 2.0 %, which no prediction tells apart; {reason}" in text
+    assert "48 × 2 bf16 adafactor torch.compile liger sdpa" in text
+
+
+def test_an_epoch_and_tokens_are_told_where_they_are_known(facts: PlanFacts) -> None:
+    timed = replace(facts.after, time=replace(facts.after.time, tokens_per_s=2e6, mfu=0.4))
+    text = plan_text(replace(facts, after=timed, job=replace(facts.job, data=replace(facts.job.data, samples=15_000))))
+    assert "MFU 40.0 %, 1 min 40 s an epoch" in text and "tokens/s" in text
+    assert "epoch" not in plan_text(facts) and "MFU" not in plan_text(facts)
