@@ -1,0 +1,151 @@
+"""`hfopt rehearse`, `compare`, `run` and `doctor`: the words for people and the exit codes, with what they rest on given by hand."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hfopt.cli
+from hfopt.cli import compare, doctor, rehearse
+from hfopt.cli.run import _write_beside
+from hfopt.errors import ConfigError
+from hfopt.hardware.probe import Probe
+from hfopt.planner.compare import Row
+from hfopt.schema import Gpu, PhasePeak, Rehearsal
+from hfopt.units import GIB
+
+CARD = Gpu(name="T4", memory_bytes=16 * GIB, usable_bytes=15 * GIB)
+PEAK = PhasePeak(phase="step 1", part="backward", allocated_bytes=5 * GIB, reserved_bytes=6 * GIB)
+LOADED = PhasePeak(phase="model load", part="", allocated_bytes=GIB, reserved_bytes=2 * GIB)
+
+
+def rehearsed(**changed: Any) -> Rehearsal:
+    facts = {"outcome": "fits", "gpu": CARD, "count": 1, "context_bytes": GIB, "phases": (LOADED, PEAK), "steps_done": 3}
+    return Rehearsal(**{**facts, "script_exit_code": 0, "message": "fits: 3 steps rehearsed", **changed})
+
+
+def shown(capsys: pytest.CaptureFixture[str], seen: Rehearsal) -> str:
+    rehearse._show(seen)
+    return capsys.readouterr().err
+
+
+def test_the_phases_are_shown_with_the_peak_and_the_room(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = shown(capsys, rehearsed(count=2, findings=("bf16 on sm_75",), notes=("a note",)))
+    assert "Rehearsal on a virtual 2 × T4 (15.00 GiB for programs)" in text
+    (peak,) = [line for line in text.splitlines() if "← peak" in line]
+    assert peak.split() == ["step", "1", "(backward)", "5.00", "GiB", "6.00", "GiB", "7.00", "GiB", "←", "peak"]
+    assert "not supported: bf16 on sm_75." in text and "note: a note" in text
+    assert "fits: 3 steps rehearsed; 8.00 GiB of 15.00 GiB stay free" in text
+    assert "mean nothing here" in text
+
+
+def test_nothing_stays_free_where_it_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "stay free" not in shown(capsys, rehearsed(outcome="oom", message="out of memory"))
+    assert "phase" not in shown(capsys, rehearsed(outcome="failed", phases=(), message="it failed"))
+
+
+@pytest.mark.parametrize(
+    ("outcome", "script", "code"),
+    [("fits", 0, 0), ("unsupported", 0, 1), ("oom", 1, 3), ("failed", 7, 7), ("failed", -9, 4), ("failed", None, 4), ("timeout", None, 4)],
+)
+def test_the_exit_code_is_the_verdict_or_the_scripts_own(outcome: str, script: int | None, code: int) -> None:
+    assert rehearse._exit_code(rehearsed(outcome=outcome, script_exit_code=script)) == code
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """hfopt with these arguments ends with exit code 2; what it said."""
+
+    def call(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["hfopt", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            hfopt.cli.main()
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    return call
+
+
+def test_wrong_wishes_are_said(ends: Callable[..., str], tmp_path: Path) -> None:
+    script, config = tmp_path / "x.py", tmp_path / "c.yaml"
+    script.touch()
+    config.write_text("per_device_train_batch_size: 4\n")
+    assert "--vram: 'much' is not a size" in ends("rehearse", "--gpu", "t4", "--vram", "much", script)
+    assert "--gpu cpu is not a card" in ends("rehearse", "--gpu", "cpu", script)
+    assert "exclude each other" in ends("run", "--plan-only", "--dry-run", script)
+    assert "leaves nothing to do" in ends("run", "--no-plan", "--plan-only", script)
+    assert "--gpus names no card" in ends("compare", config, "--gpus", " , ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("[1, 2]", "a mapping of card names"), ("t4: cheap", "a mapping"), ("t4: -1", "a mapping"), ("{", "cannot be read")]
+)
+def test_prices_that_are_none_are_said(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "prices.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        compare._prices(tmp_path / "prices.yaml")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        compare._prices(tmp_path / "none.yaml")
+    assert compare._prices(None) == {}
+
+
+def test_the_table_of_cards_goes_to_stdout_and_each_note_once_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    compare._table(tuple(Row(card=card, plan=None, why_not="8.00 GiB missing", notes=("odd card",)) for card in ("T4", "L4")))
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()] == [["card", "fits"], ["T4", "no"], ["L4", "no"]]
+    assert out.count("8.00 GiB missing") == 2 and err.count("odd card") == 1
+
+
+@pytest.mark.parametrize(
+    ("probe", "words"),
+    [
+        (Probe(count=0, error="no driver"), "asked, it fails: no driver"),
+        (Probe(count=0), "asked, it finds no GPU"),
+        (
+            Probe(count=2, bf16=True, architectures=("sm_80", "sm_90")),
+            "2 GPU(s); bf16 yes, flash attention unknown; built for sm_80, sm_90",
+        ),
+    ],
+)
+def test_what_torch_says_when_it_is_asked(probe: Probe, words: str) -> None:
+    assert words in doctor._torch_says(probe)
+
+
+def test_a_config_that_cannot_be_edited_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("per_device_train_batch_size: [")
+    _write_beside(config, {"per_device_train_batch_size": 2}, "it ran out")
+    assert "hfopt: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 1)])
+def test_an_interrupt_and_a_reader_that_left_end_quietly(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(hfopt.cli, "application", lambda arguments: fails)
+    monkeypatch.setattr(hfopt.cli, "give_up_stdout", lambda: None)
+    with pytest.raises(SystemExit) as stopped:
+        hfopt.cli.main()
+    assert stopped.value.code == code
+
+
+def test_the_console_script_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(hfopt.cli, "main", lambda: sys.exit(3))
+    monkeypatch.setattr(hfopt.cli, "atexit", SimpleNamespace(_run_exitfuncs=lambda: ended.append("exit functions")))
+    monkeypatch.setattr(hfopt.cli.os, "_exit", ended.append)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    hfopt.cli.command()
+    assert ended == ["exit functions", 3]
+    monkeypatch.delitem(sys.modules, "torch")
+    with pytest.raises(SystemExit):
+        hfopt.cli.command()
+    assert len(ended) == 2
