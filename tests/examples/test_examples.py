@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
 def run(*command: str) -> str:

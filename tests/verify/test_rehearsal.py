@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,53 @@ def test_a_trainer_script_is_followed_and_leaves_no_trace(script: Callable[[str]
 @pytest.mark.virtual_gpu
 def test_bf16_on_a_t4_is_said_to_be_unsupported_and_ranks_are_counted(script: Callable[[str], str], tmp_path: Path) -> None:
     t4 = Gpu(name="Tesla T4", memory_bytes=15 * GIB, capability=(7, 5), sms=40)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, script(TRAINER_SCRIPT), "--output_dir", "out", "--bf16", "True"]
     seen = rehearse(command, t4, count=2, steps=1, timeout_s=180)
     assert seen.outcome == "unsupported", seen.message
     assert seen.ranks == 2
     assert "no bf16 tensor cores" in seen.findings[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+ODD_SCRIPT = (
+    TRAINER_SCRIPT.partition("(args,) =")[0]
+    + """
+import hfopt_rehearsal_files
+hfopt_rehearsal_files._MOST_CHECKPOINT_BYTES = 1000
+args = TrainingArguments(output_dir="out", eval_strategy="steps", eval_steps=1, save_steps=1, report_to=[]) if "args" in sys.argv else None
+def metrics(prediction):
+    raise ZeroDivisionError("no positives")
+config = BertConfig(vocab_size=2000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+held_out = Data() if "args" in sys.argv else None
+model = BertForSequenceClassification(config).bfloat16()
+trainer = Trainer(model=model, args=args, train_dataset=Data(), eval_dataset=held_out, compute_metrics=metrics)
+if "fails" in sys.argv:
+    trainer.compute_loss = lambda *_, **__: torch.empty(2**40, device="cuda")
+trainer.train()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_a_metric_that_chokes_and_a_checkpoint_that_is_too_large_are_notes(script: Callable[[str], str], card: Gpu, tmp_path: Path) -> None:
+    seen = rehearse([sys.executable, script(ODD_SCRIPT), "args"], card, steps=1, timeout_s=300)
+    assert seen.outcome == "fits", seen.message
+    assert any("the evaluation raised ZeroDivisionError: no positives" in note for note in seen.notes)
+    assert any("its tensors were not written" in note for note in seen.notes)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_a_trainer_without_arguments_and_one_that_runs_out(script: Callable[[str], str], card: Gpu, tmp_path: Path) -> None:
+    path = script(ODD_SCRIPT)
+    seen = rehearse([sys.executable, path], replace(card, capability=(7, 5)), steps=1, timeout_s=300)
+    assert seen.outcome == "unsupported" and "bf16" in seen.findings[0], seen.message
+    assert any("no evaluation set" in note for note in seen.notes)
+    seen = rehearse([sys.executable, path, "fails"], card, steps=1, timeout_s=300)
+    assert (seen.outcome, seen.oom_step) == ("oom", 1), seen.message
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 

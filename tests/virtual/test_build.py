@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hfopt.errors import VirtualGpuError
-from hfopt.virtual import toolchain
+from hfopt.virtual import build, launch, toolchain
 from hfopt.virtual.build import SOURCES, libraries
 from hfopt.virtual.launch import available
 
@@ -81,3 +84,69 @@ def test_sources_compile_without_warnings(source: Path) -> None:
     flags = ["-Wall", "-Wextra", "-std=gnu11", "-fsyntax-only", f"-I{SOURCES}", *(f"-isystem{path}" for path in found.includes)]
     done = subprocess.run([found.compiler, *flags, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_cache_folder_that_is_no_folder_or_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "hfopt" / "virtual"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert build._cache_root() == folder and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    with pytest.raises(VirtualGpuError, match="belongs to another user"):
+        build._cache_root()
+    folder.rmdir()
+    folder.parent.rmdir()
+    folder.parent.write_text("a file")
+    with pytest.raises(VirtualGpuError, match="cannot use the cache folder"):
+        build._cache_root()
+
+
+def test_a_place_that_cannot_be_built_in_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: Any = None
+    with pytest.raises(VirtualGpuError, match="cannot write to the cache folder"):
+        build._build_into(tmp_path / "none" / "place", found)
+
+    def no_room(work: Path, _: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(build, "_compile", no_room)
+    with pytest.raises(VirtualGpuError, match="No space left on device"):
+        build._build_into(tmp_path / "place", found)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_comes_second_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, found = tmp_path / "place", None
+    monkeypatch.setattr(build, "_compile", lambda work, _: (work / "libhfopt_nvml.so").touch())
+    build._build_into(place, found)  # type: ignore[arg-type]
+    build._build_into(place, found)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+    (place / "libhfopt_nvml.so").rename(place / "something else")
+    with pytest.raises(VirtualGpuError, match="cannot build the virtual GPU"):
+        build._build_into(place, found)  # type: ignore[arg-type]
+
+
+def test_an_interpreter_without_torch_and_a_torch_without_headers_are_said(tmp_path: Path) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\n")
+    silent.chmod(0o755)
+    with pytest.raises(VirtualGpuError, match="torch is not installed for"):
+        toolchain._torch_root(str(silent))
+    with pytest.raises(VirtualGpuError, match="needs the CUDA header"):
+        toolchain._find_includes(tmp_path)
+
+
+def test_what_a_killed_launcher_left_is_swept_a_day_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tmp_path / f"hfopt-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    for name, age_s in (("board-old", 25 * 3600), ("board-new", 3600)):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    state = launch._new_state()
+    assert [path.name for path in folder.iterdir()] == ["board-new"] and state.parent == folder
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    (tmp_path / "hfopt-4321").mkdir()
+    with pytest.raises(VirtualGpuError, match="belongs to another user"):
+        launch._new_state()
