@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 import yaml
 
 import hfopt.cli
+from hfopt.config.parsing import MAX_BYTES
 
 GOOD = "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-4\n"
 OLD = GOOD + "evaluation_strategy: steps  # steps\nweight_decay: 1e-2\n"
@@ -117,3 +118,25 @@ def test_what_cannot_be_done_is_exit_code_2(run: Run, config: Path, arguments: l
     assert (code, out) == (2, "")
     assert message in err
     assert config.read_text() == OLD
+
+
+def test_a_stream_without_end_is_no_config(run: Run) -> None:
+    code, _, err = run("-", stdin=b"#" * (MAX_BYTES + 2))
+    assert code == 2 and "larger than" in err and "not a training config" in err
+
+
+def test_at_a_terminal_findings_have_colours(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr(sys, "argv", ["hfopt", "check", str(config)])
+    with pytest.raises(SystemExit):
+        hfopt.cli.main()
+    assert "evaluation_strategy" in screen.getvalue() and "\x1b[" in screen.getvalue()
+
+
+def test_a_comment_that_states_the_old_value_is_told(run: Run, config: Path) -> None:
+    config.write_text(GOOD + "optim: adamw_hf  # adamw_hf is fine\n")
+    _, _, err = run(config, "--upgrade", "-o", config.with_name("out.yaml"))
+    assert f"{config}:4:18: the comment still states the old value adamw_hf: # adamw_hf is fine" in err

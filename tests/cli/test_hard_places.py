@@ -246,3 +246,20 @@ def test_what_is_made_from_a_private_config_is_private(config: Path) -> None:
     target.chmod(0o640)  # once it is there it keeps its own rights
     assert hfopt("check", config, "--upgrade", "-o", target).returncode in (0, 1)
     assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+
+def test_without_a_home_the_cache_is_in_the_temporary_folder_and_half_a_file_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hfopt import cache
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cache.location("answers") == tmp_path / f"hfopt-{os.getuid()}" / "answers"
+    with pytest.raises(UnicodeEncodeError):
+        cache.write_private(tmp_path / "answers" / "one.json", "half \ud800")
+    assert list((tmp_path / "answers").iterdir()) == []

@@ -7,14 +7,16 @@ import os
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 from watched import window
 
-from hfopt.cli import application
+from hfopt.cli import application, watch
 from hfopt.errors import HfoptError, LogError
 from hfopt.runtime.log import RunLog
+from hfopt.runtime.watch import screen
 
 runner, app = CliRunner(), application([])
 
@@ -88,3 +90,16 @@ def test_watch_of_any_process() -> None:
     shown = runner.invoke(app, ["watch", "--pid", str(os.getpid()), "--once", "--interval", "0.1"]).stdout
     assert f"process {os.getpid()}" in shown and "CPU: " in shown and "RAM: " in shown
     assert isinstance(runner.invoke(app, ["watch", "--pid", str(2**22 + 1)]).exception, LogError)
+
+
+def test_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = iter((6, 7, 8))
+
+    def meanwhile(seconds: float) -> None:
+        live(tmp_path, step=(step := next(steps)), ended=step == 8)
+
+    live(tmp_path)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(sleep=meanwhile))
+    watch._show(lambda: screen.read_live(tmp_path / "hfopt" / "live.json"), "out", 0.2)
+    assert next(steps, None) is None
+    assert "step 8 of 10" in capsys.readouterr().err

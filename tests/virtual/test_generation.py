@@ -62,7 +62,13 @@ def run():
     y = torch.empty_like(x)
     double[(1,)](x, y, size=1 << 18)
     tuned[(1,)](x, y, size=1)
-    return torch.cuda.max_memory_allocated() - before, triton.runtime.driver.active.get_current_target().arch
+    return torch.cuda.max_memory_allocated() - before, card()
+
+def card():
+    driver = triton.runtime.driver.active
+    driver.set_current_device(0)
+    named = [driver.get_current_target().arch, driver.get_current_device(), str(driver.get_active_torch_device())]
+    return [*named, driver.get_current_stream(0) == torch.cuda.current_stream().cuda_stream, driver.get_device_interface() is torch.cuda]
 """
 
 
@@ -85,5 +91,5 @@ def test_what_writing_takes_is_met_by_the_rule_that_plans_it(on_virtual: Callabl
 @pytest.mark.virtual_gpu
 def test_a_kernel_in_triton_takes_no_memory_and_no_compiler(on_virtual: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(KERNEL)
-    code = f"sys.path.insert(0, {str(tmp_path)!r})\nimport kernel\nfacts['added'], facts['architecture'] = kernel.run()"
-    assert on_virtual(code) == {"added": 4 << 18, "architecture": 86}
+    code = f"sys.path.insert(0, {str(tmp_path)!r})\nimport kernel\nfacts['added'], facts['card'] = kernel.run()"
+    assert on_virtual(code) == {"added": 4 << 18, "card": [86, 0, "cuda:0", True, True]}
