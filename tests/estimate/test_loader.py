@@ -102,7 +102,7 @@ def test_sleeping_is_waiting_and_computing_is_not() -> None:
     def work(items: list[int]) -> int:
         return sum(i * i for i in range(20_000))
 
-    waiting, busy = (measure_cost(list(range(64)), one, budget_s=0.2) for one in (lambda items: time.sleep(0.005), work))
+    waiting, busy = (measure_cost(list(range(64)), one, budget_s=0.2) for one in (lambda items: time.sleep(0.02), work))
     assert waiting is not None and waiting.busy_share < 0.4
     assert busy is not None and busy.busy_share > 0.7
 

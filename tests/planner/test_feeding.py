@@ -44,7 +44,7 @@ class Slow:
 
     def __getitem__(self, index: int) -> int:
         if self.waits:
-            time.sleep(0.005)
+            time.sleep(0.02)  # longer than a loaded machine lets it wait for a core
             return index
         return sum(i * i for i in range(50_000))
 
