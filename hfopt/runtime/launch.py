@@ -56,7 +56,7 @@ def supervise(
             note = Path(folder) / "handoff.json"
             kills = oom_kills()
             child = Child(command, _environment(note, orders, options or RunOptions()))
-            code = child.wait(note.exists, grace_s=GRACE_S)
+            code = child.run(note.exists, grace_s=GRACE_S)
             settings = _read(note.with_name(f"{note.name}.settings"))
             if settings is not None and replanned is not None:
                 replanned(settings["changes"], settings["why"])

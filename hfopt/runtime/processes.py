@@ -22,18 +22,20 @@ class Child:
     """At a terminal the child shares our process group, so that the terminal's keys reach it; otherwise it leads its own."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        _adopt_orphans()
+        self._command, self._env = command, dict(env)
         self._shares_terminal = sys.stdin is not None and sys.stdin.isatty()
         self.asked_to_end = False
-        self._process = subprocess.Popen(command, env=dict(env), preexec_fn=None if self._shares_terminal else os.setpgrp)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
 
-    def wait(self, should_end: Callable[[], bool], *, grace_s: float) -> int:
+    def run(self, should_end: Callable[[], bool], *, grace_s: float) -> int:
         """The exit code, as a shell counts it. Ends everything once `should_end` has been true for the time of grace."""
         waited_s, ended = 0.0, False
         with self._signals_passed_on():
+            process = self._start()
             while True:
                 try:
-                    code = self._process.wait(timeout=_POLL_S)
+                    code = process.wait(timeout=_POLL_S)
                     break
                 except subprocess.TimeoutExpired:
                     waited_s = waited_s + _POLL_S if should_end() else 0.0
@@ -45,14 +47,28 @@ class Child:
             return 128 + signal.SIGTERM
         return code if code >= 0 else 128 - code
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        """What was signalled before it could be passed on is passed on now."""
+        _adopt_orphans()
+        self._process = subprocess.Popen(self._command, env=self._env, preexec_fn=None if self._shares_terminal else os.setpgrp)
+        for number in self._early:
+            self._pass_on(self._process, number)
+        return self._process
+
+    def _pass_on(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if self._shares_terminal and signal.Signals(number).name in _FROM_THE_TERMINAL:
+            return  # the terminal has sent it to the child too
+        if process.poll() is None:
+            (os.kill if self._shares_terminal else os.killpg)(process.pid, number)
+
     @contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
         def pass_on(number: int, frame: FrameType | None) -> None:
             self.asked_to_end = self.asked_to_end or number in _ENDS
-            if self._shares_terminal and signal.Signals(number).name in _FROM_THE_TERMINAL:
-                return  # the terminal has sent it to the child too
-            if self._process.poll() is None:
-                (os.kill if self._shares_terminal else os.killpg)(self._process.pid, number)
+            if self._process is None:
+                self._early.append(number)
+            else:
+                self._pass_on(self._process, number)
 
         before = {name: signal.signal(getattr(signal, name), pass_on) for name in _FORWARDED}
         try:

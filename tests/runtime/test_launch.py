@@ -219,4 +219,17 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
 
 def test_what_is_ended_after_the_time_of_grace_has_not_succeeded() -> None:
     child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
-    assert child.wait(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
+    assert child.run(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
+
+
+def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)  # handled before the next line, when nobody is there to pass it on to
+        return start(*args, **options)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", interrupted)
+    child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    assert child.run(lambda: False, grace_s=1.0) == 128 + signal.SIGTERM
+    assert child.asked_to_end
