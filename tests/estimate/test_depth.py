@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, deeper_ops, share_of, traced_depths
+from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
 from hfopt.estimate.memory import estimate, traced
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
 from hfopt.workload.model import from_spec
@@ -39,10 +41,26 @@ def test_memory_and_arithmetic_are_those_of_the_deep_trace(tmp_path: Path) -> No
     ours_limit, real_limit = carried.curve.largest_batch(budget), own.curve.largest_batch(budget)
     assert ours_limit is not None and real_limit is not None
     assert abs(ours_limit - real_limit) <= 0.1 * real_limit
+    whole = carried.curve.replay(64)
+    sizes = (whole.allocated_bytes - 1, whole.allocated_bytes, (whole.allocated_bytes + whole.reserved_bytes) // 2, whole.reserved_bytes)
+    verdicts = [carried.curve.replay(64, capacity_bytes=size).fits for size in sizes]
+    assert verdicts == sorted(verdicts) and not verdicts[0] and verdicts[-1], "the more room, the sooner it fits"
+    assert verdicts[2] == (carried.curve._least[64] <= sizes[2]) and sizes[1] <= carried.curve._least[64] <= sizes[3]
+    for quick, batch in zip(carried.curve.peaks((16, 64)), (16, 64), strict=True):
+        assert quick.allocated_bytes == pytest.approx(carried.curve.peak(batch).allocated_bytes, rel=0.03)
 
 
 def test_shallow_models_are_traced_as_they_are(tmp_path: Path) -> None:
     assert traced_depths(llama(tmp_path, LEAST_LAYERS - 1)) is None
+    deep = llama(tmp_path, LEAST_LAYERS)
+    assert traced_depths(deep) is not None
+    assert traced_depths(replace(deep, parameters=deep.parameters + 1)) is None, "some block is unlike the others"
+    assert traced_depths(replace(deep, with_layers=lambda layers: None)) is None
+
+
+def test_models_whose_phases_differ_are_carried_on_by_their_peaks() -> None:
+    low, high = (np.array([1.0, 5.0, 2.0]), [0, 3]), (np.array([1.0, 7.0, 9.0]), [0, 2, 3])
+    assert _carried_peak(low, high, 2.0) == 5 + 4 * 2
 
 
 def test_kernels_over_all_weights_grow_and_the_others_run_more_often() -> None:
