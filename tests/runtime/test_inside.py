@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+import transformers
+from transformers import Trainer, TrainerState
 
 from hfopt.runtime import inside
 
@@ -62,3 +63,16 @@ def test_a_run_that_was_not_restarted_keeps_every_scale(lab: Any, restarted: Any
     guard = vars(plain)["_hfopt_guard"]
     assert guard.scripts_accumulation is None and guard.pieces.scale == 1.0
     assert torch.isfinite(torch.tensor(plain.state.log_history[0]["loss"]))
+
+
+@pytest.mark.parametrize(("version", "batch"), [("5.1.0", 4), ("5.2.0", 8)])
+def test_before_5_2_the_checkpoints_batch_is_read_as_the_new_one(
+    version: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the size that a checkpoint states would win over the one asked for."""
+    saved = tmp_path / "trainer_state.json"
+    TrainerState(train_batch_size=8).save_to_json(str(saved))
+    monkeypatch.setattr(transformers, "__version__", version)
+    reading = inside._reading_back(4)
+    assert reading(lambda: TrainerState.load_from_json(str(saved))).train_batch_size == batch
+    assert TrainerState.load_from_json(str(saved)).train_batch_size == 8

@@ -7,6 +7,10 @@ import sys
 import threading
 import time
 
+import psutil
+import pytest
+
+from hfopt.runtime.watch import host
 from hfopt.runtime.watch.host import HostProbe
 
 
@@ -47,3 +51,30 @@ def test_children_count_and_their_end_is_no_error() -> None:
 def test_the_first_reading_has_memory_but_no_shares() -> None:
     reading = HostProbe(cores=1.0).read()
     assert reading.cpu_util is None and reading.ram_total_bytes is not None and 0 < (reading.ram_used_bytes or 0) < reading.ram_total_bytes
+
+
+def test_children_of_children_are_found_with_and_without_the_kernels_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = "[sys.executable, '-S', '-c', 'import sys; sys.stdin.read()']"
+    code = f"import subprocess, sys\nwith subprocess.Popen({below}) as child:\n    print(child.pid, flush=True)\n"
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-S", "-c", code], text=True, **streams) as child:  # type: ignore[call-overload]
+        both = {child.pid, int(child.stdout.readline())}
+        for listed in (host._proc_children, lambda pid: None):
+            monkeypatch.setattr(host, "_proc_children", listed)
+            probe = HostProbe(cores=2.0)
+            probe.read()
+            assert both <= probe._children.keys()
+            assert probe.read().worker_count == len(probe._children)  # looked for again only after a while
+        child.stdin.close()
+    assert not both & probe._cpu_times()[1].keys(), "those that have ended are forgotten"
+    assert host._proc_children(2**22 + 1) is None
+
+
+def test_where_a_process_may_not_be_looked_into_there_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: psutil.Process) -> None:
+        raise psutil.AccessDenied(self.pid)
+
+    monkeypatch.setattr(psutil.Process, "io_counters", refused, raising=False)
+    probe = HostProbe(cores=2.0)
+    probe.read()
+    assert probe.read().disk_read_bytes_per_s is None
