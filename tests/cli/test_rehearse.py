@@ -1,7 +1,8 @@
-"""`hfopt rehearse`, `compare`, `run` and `doctor`: the words for people and the exit codes, with what they rest on given by hand."""
+"""`hfopt rehearse`, `compare`, `run`, `plan` and `doctor`: words and exit codes, with what they rest on given by hand."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import hfopt.cli
-from hfopt.cli import compare, doctor, rehearse
+from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
 from hfopt.errors import ConfigError
 from hfopt.hardware.probe import Probe
@@ -149,3 +150,25 @@ def test_the_console_script_leaves_torch_as_it_is(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SystemExit):
         hfopt.cli.command()
     assert len(ended) == 2
+
+
+def test_the_deepspeed_config_becomes_a_file_beside_the_yaml(tmp_path: Path) -> None:
+    class Made:
+        facts = SimpleNamespace(engine=SimpleNamespace(deepspeed={"zero_optimization": {"stage": 3}}))
+
+        def __init__(self, *told: str) -> None:
+            self.told = told
+
+        def started_with(self, config: str) -> Made:
+            return Made(*self.told, config)
+
+        with_deepspeed_file = started_with
+
+    made: Any = Made()
+    output = tmp_path / "planned.yaml"
+    assert plan._with_deepspeed_beside(made, None) is made
+    told: Any = plan._with_deepspeed_beside(made, output)
+    assert told.told == (str(output), str(tmp_path / "planned.deepspeed.json"))
+    assert json.loads((tmp_path / "planned.deepspeed.json").read_text()) == {"zero_optimization": {"stage": 3}}
+    made.facts.engine.deepspeed = None
+    assert plan._with_deepspeed_beside(made, output).told == (str(output),)  # type: ignore[attr-defined]

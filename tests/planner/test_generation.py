@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hfopt.errors import NothingFits
+from hfopt.errors import NothingFits, WorkloadError
 from hfopt.planner.generation import check_generation, completions_at_once, writing_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
 from hfopt.units import MIB
+from hfopt.workload import generated
 from hfopt.workload.model import from_spec
 
 GRPO = TrainJob(
@@ -76,3 +78,20 @@ def test_what_does_not_fit_is_said_with_what_would(subject: Subject) -> None:
     assert (
         list(check_generation(replace(subject, job=replace(GRPO, trainer="SFT")), PEAK, budget_bytes=1, precision="fp32", dtype=None)) == []
     )
+
+
+def test_prompts_are_texts_conversations_or_neither() -> None:
+    assert generated._text("once upon") == "once upon"
+    assert generated._text([{"role": "user", "content": "once"}, "upon"]) == "once upon"
+    assert generated._text(7) == "7"
+
+
+def test_no_completions_and_no_prompts_are_said() -> None:
+    made = generated.Generated(prompt=8, completion=4, with_reference=True)
+    batch = made(3)
+    assert batch["prompt_ids"].shape == (3, 8) and batch["ref_per_token_logps"].shape == (3, 4) and batch["num_items_in_batch"] == 12
+    assert batch["prompt_mask"].sum(1).tolist() == [8, 8, 6], "the last one is padded on the left"
+    with pytest.raises(WorkloadError, match="a batch of 0 completions"):
+        made(0)
+    with pytest.raises(WorkloadError, match="the prompts cannot be looked at"):
+        generated._longest_prompt(SimpleNamespace(train_dataset=iter(())))

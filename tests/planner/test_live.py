@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,15 @@ def test_a_live_grpo_trainer_is_traced_on_what_it_will_generate(tiny: Path, tmp_
         subject.workload.compute_loss(model, subject.workload.make_batch(4)).backward()
     assert any(parameter.grad is not None for parameter in model.parameters())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(("version", "multiple"), [("0.15.2", 8), ("0.16.0", 1), ("1.16.0", 1), (None, 1)])
+def test_before_trl_0_16_a_batch_holds_whole_groups(version: str | None, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(metadata, "version", installed)
+    assert batch_rule(grpo_job()).multiple == multiple
+    assert batch_rule(grpo_job(num_generations=4)).multiple == (4 if multiple > 1 else 1)

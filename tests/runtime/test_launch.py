@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,3 +234,26 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
     child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: False, grace_s=1.0) == 128 + signal.SIGTERM
     assert child.asked_to_end
+
+
+@pytest.mark.parametrize(("number", "reaches"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_at_a_terminal_its_own_keys_are_not_sent_twice(number: signal.Signals, reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[int, int]] = []
+    child = processes.Child(["true"], {})
+    child._shares_terminal = True
+    running: Any = SimpleNamespace(pid=4321, poll=lambda: None)
+    monkeypatch.setattr(processes.os, "kill", lambda *words: sent.append(words))
+    child._pass_on(running, number)
+    assert sent == ([(4321, number)] if reaches else [])
+
+
+def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    def gone() -> None:
+        raise psutil.NoSuchProcess(4321)
+
+    ended: Any = SimpleNamespace(terminate=gone, kill=gone)
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended])
+    monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
+    processes.end_descendants(0.0)

@@ -6,12 +6,17 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from hfopt.runtime.watch import host
 from hfopt.runtime.watch.host import HostProbe
+from hfopt.runtime.watch.outside import CardsOf
+from hfopt.schema import GpuReading
 
 
 def _work(seconds: float) -> None:
@@ -78,3 +83,34 @@ def test_where_a_process_may_not_be_looked_into_there_is_no_figure(monkeypatch: 
     probe = HostProbe(cores=2.0)
     probe.read()
     assert probe.read().disk_read_bytes_per_s is None
+
+
+def test_the_kernels_list_is_read_as_far_as_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_below(pid: int, text: str | None) -> None:
+        thread = tmp_path / "proc" / str(pid) / "task" / str(pid)
+        thread.mkdir(parents=True)
+        if text is not None:
+            (thread / "children").write_text(text)
+
+    monkeypatch.setattr(host, "Path", lambda place: tmp_path / place.lstrip("/"))
+    assert host._proc_children(1) is None, "no such process"
+    list_below(1, "2 3 4")
+    list_below(2, "5")  # 3 is gone, and of 4 nothing is listed
+    list_below(4, None)
+    list_below(5, "")
+    assert host._proc_children(1) == {2, 3, 4, 5}
+    (tmp_path / "proc/5/task/5/children").unlink()
+    (tmp_path / "proc/5/task/5/children").mkdir()  # unreadable
+    assert host._proc_children(1) == {2, 3, 4, 5}
+    list_below(6, None)
+    assert host._proc_children(6) is None, "a kernel without the list"
+
+
+def test_of_all_cards_those_that_the_process_uses_are_shown() -> None:
+    def shown(*used: int | None) -> list[str]:
+        readings = tuple(GpuReading(uuid=f"GPU-{number}", own_used_bytes=size) for number, size in enumerate(used))
+        cards: Any = SimpleNamespace(read=lambda: readings)
+        return [reading.uuid for reading in CardsOf(cards).read()]
+
+    assert shown(0, 5, None) == ["GPU-1"]
+    assert shown(None, None) == ["GPU-0", "GPU-1"], "the driver does not tell"
