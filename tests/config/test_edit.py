@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from hfopt.config import edit as edit_module
 from hfopt.config.edit import Edited, edit, upgrade
 from hfopt.config.load import load_bytes
 from hfopt.errors import ConfigError
@@ -303,3 +305,26 @@ def test_a_short_word_of_a_key_names_nothing_and_a_sum_of_batches_is_about_batch
 def test_a_scripts_own_key_is_left_to_the_script() -> None:
     source = f"{BATCH}: 8\noptimizer: AdamW\nlr: 0.1\n"
     assert text_of(source, optim="sgd", learning_rate=0.2) == f"{BATCH}: 8\noptimizer: AdamW\nlr: 0.2\noptim: sgd\n"
+
+
+def test_a_repair_that_cannot_be_made_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = edit_module.apply
+
+    def tied(document: Any, operations: Any) -> Any:
+        if any(operation.key == "evaluation_strategy" for operation in operations):
+            raise ConfigError("anchors tie these values together")
+        return known(document, operations)
+
+    monkeypatch.setattr(edit_module, "apply", tied)
+    source = b"per_device_train_batch_size: 4\nevaluation_strategy: steps\nweight_decay: 1e-2\nlearning_rate: 5e-5\n"
+    upgraded = edit_module.upgrade(load_bytes(source, "c.yaml")).data.decode()
+    assert "evaluation_strategy: steps\n" in upgraded
+    assert yaml.safe_load(upgraded)["weight_decay"] == 0.01 and yaml.safe_load(upgraded)["learning_rate"] == 5e-5
+
+
+def test_what_would_not_parse_any_more_is_not_written_and_a_new_key_is_written_where_it_is_asked_for() -> None:
+    document = load_bytes(b"per_device_train_batch_size: 4\nseed: 1\n", "c.yaml").document
+    with pytest.raises(ConfigError, match="cannot be edited safely"):
+        edit_module._verified(b"seed: [", {"seed": 1}, document)
+    new = edit_module.Operation(path=(), key="bf16", after=True)
+    assert edit_module._where_defined(document, [new]) == [new]
