@@ -173,12 +173,12 @@ class Pricing:
             curve = self._estimate(settings).curve
             for candidate, peak in zip(alike, curve.peaks([one.per_device_batch for one in alike]), strict=True):
                 near = self._adjusted(peak, candidate)
-                over = near.device_bytes > self.budget_bytes  # by a few per mille of the interpolation, or truly
+                over = near.device_bytes > self.budget_bytes  # by the few per cent of the interpolation, or truly
                 found[candidate] = self._adjusted(curve.peak(peak.batch), candidate) if over else near
         return tuple(found[candidate] for candidate in candidates)
 
     def nearest_device_bytes(self, candidate: Candidate, batches: Sequence[int]) -> tuple[int, ...]:
-        """The same for many batch sizes, quickly and to a few per mille; the candidate's settings must be traced."""
+        """The same for many batch sizes, quickly and to a few per cent; the candidate's settings must be traced."""
         settings = self._any_accumulation(candidate)
         assert settings is not None, "a curve is drawn only where there is a trace"
         added = self._added_bytes(candidate)

@@ -37,10 +37,12 @@ def test_weights_gradients_and_adam_are_four_times_the_parameters(traced: Estima
     assert breakdown.optimizer_bytes == pytest.approx(2 * weights, rel=0.01)
 
 
-def test_vectorised_peaks_agree_with_the_replay(traced: Estimate) -> None:
+def test_vectorised_peaks_agree_with_the_replay(tiny_gpt2: Make) -> None:
+    """On a model of whose memory one segment of 20 MiB is a few per cent: where it comes a batch size sooner, no interpolation sees it."""
+    curve = estimate(tiny_gpt2(n_embd=768, n_layer=4), StepSettings()).curve
     batches = [1, 3, 7, 20, 55, 100]
-    for fast, batch in zip(traced.curve.peaks(batches), batches, strict=True):
-        exact = traced.curve.peak(batch)
+    for fast, batch in zip(curve.peaks(batches), batches, strict=True):
+        exact = curve.peak(batch)
         assert fast.allocated_bytes == pytest.approx(exact.allocated_bytes, rel=0.02)
         assert fast.reserved_bytes == pytest.approx(exact.reserved_bytes, rel=0.1)
 
