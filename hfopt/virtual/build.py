@@ -40,6 +40,17 @@ _NEEDS_NO_DEVICE = re.compile(
     r"^(cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|ncclGet(Version|ErrorString|LastError))$"
 )
 _BITSANDBYTES_NEEDS = {"cudaMemPrefetchAsync"}
+# c10/cuda/driver_api.cpp of torch 2.6 wants all of its names in libcuda.so.1 at once, before it uses one of them.
+_LOOKED_UP_BY_NAME = {
+    "cuMemExportToShareableHandle",
+    "cuMemImportFromShareableHandle",
+    "cuMemSetAccess",
+    "cuMemsetD32Async",
+    "cuMulticastAddDevice",
+    "cuMulticastBindMem",
+    "cuMulticastCreate",
+    "cuStreamWriteValue32",
+}
 # Success with the outputs left unset would be worse than an error.
 _NOT_SUPPORTED = (
     (re.compile(r"^cudnn.*(RNN|CTC|Spatial|Find)"), 3000),
@@ -130,7 +141,7 @@ def _link(toolchain: Toolchain, output: Path, soname: str, objects: list[Path]) 
 
 def _stub_source(objects: list[Path], toolchain: Toolchain) -> str:
     defined = {line.split()[-1] for path in objects for line in _run(toolchain.nm, "--defined-only", "-g", str(path)).splitlines() if line}
-    needed = set(_BITSANDBYTES_NEEDS)
+    needed = _BITSANDBYTES_NEEDS | _LOOKED_UP_BY_NAME
     for name in _TORCH_LIBRARIES:
         path = toolchain.torch.libraries / name
         if path.exists():
