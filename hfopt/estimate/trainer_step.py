@@ -137,7 +137,8 @@ class TrainerLoop:
         outputs = self.forward(inputs)
         self._classify_logits(outputs)
         if labels is not None:
-            return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), num_items_in_batch=items)
+            counted = {"num_items_in_batch": items} if _counts_items(self.smoother) else {}
+            return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), **counted)
         return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
 
     def forward(self, inputs: dict[str, Any]) -> Any:
@@ -211,6 +212,11 @@ def _label_smoother(settings: StepSettings) -> Any:
     from transformers.trainer_pt_utils import LabelSmoother
 
     return LabelSmoother(epsilon=settings.label_smoothing)
+
+
+def _counts_items(smoother: Any) -> bool:
+    """That of transformers 4 takes the mean over its own micro-batch."""
+    return "num_items_in_batch" in inspect.signature(smoother.__call__).parameters
 
 
 def _shifts_labels(model: Any) -> bool:
