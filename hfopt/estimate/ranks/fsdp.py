@@ -33,6 +33,8 @@ def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Preci
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
         model = build()
+        if not has_fake_collectives():
+            raise _cannot_shard(type(model).__name__, f"torch {torch.__version__} has no collectives for fake tensors, as newer ones do")
         mixed = precision if precision in _MIXED else "no"
         with _environment_kept():
             plugin = FullyShardedDataParallelPlugin(
@@ -69,6 +71,11 @@ def refusal(error: TraceError, model_class: str) -> TraceError:
 
 def _cannot_shard(model_class: str, why: str) -> TraceError:
     return TraceError(f"FSDP2 cannot shard {model_class} with this torch and accelerate: {why}", hint="plan with another --engine")
+
+
+def has_fake_collectives() -> bool:
+    """Does this torch know what a gather of tensors without values returns? 2.6 does not."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key("c10d::_allgather_base_", "Meta"))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import Estimate, estimate
+from hfopt.estimate.ranks.fsdp import has_fake_collectives
 from hfopt.estimate.ranks.loops import bucket_sizes
 from hfopt.estimate.ranks.world import fake_world
 from hfopt.estimate.ranks.zero import in_compute_dtype
@@ -21,6 +22,9 @@ from hfopt.units import MIB
 
 WORLD = 4
 HIDDEN, LAYERS, VOCABULARY = 256, 3, 2000
+needs_fake_collectives = pytest.mark.skipif(
+    not has_fake_collectives(), reason="this torch has no collectives for fake tensors: no FSDP2 trace"
+)
 
 
 def llama(*, lora: bool = False) -> Workload:
@@ -80,12 +84,20 @@ def fsdp(**options: Any) -> Sharding:
     return Sharding(engine="fsdp2", world_size=WORLD, wrap=("LlamaDecoderLayer",), **options)
 
 
+def test_a_torch_that_cannot_gather_fake_shards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfopt.estimate.ranks.fsdp.has_fake_collectives", lambda: False)
+    with pytest.raises(TraceError, match=r"FSDP2 cannot shard .*: torch \S+ has no collectives for fake tensors"):
+        traced(fsdp())
+
+
+@needs_fake_collectives
 def test_fsdp_divides_weights_and_optimizer_states_by_the_world() -> None:
     whole, shard = llama().parameters * 4, traced(fsdp())
     assert held(shard, "weights", after="step_1") == pytest.approx(whole / WORLD, rel=0.02)
     assert held(shard, "optimizer", after="step_1") == pytest.approx(2 * whole / WORLD, rel=0.02)
 
 
+@needs_fake_collectives
 @pytest.mark.slow
 def test_fsdp_keeps_gathered_weights_when_it_does_not_reshard() -> None:
     gathered, kept = traced(fsdp()).curve.peak(2), traced(fsdp(reshard_after_forward=False)).curve.peak(2)
@@ -93,11 +105,13 @@ def test_fsdp_keeps_gathered_weights_when_it_does_not_reshard() -> None:
     assert kept.allocated_bytes - gathered.allocated_bytes > 0.3 * blocks
 
 
+@needs_fake_collectives
 def test_fsdp_offload_leaves_shards_and_states_on_the_host() -> None:
     offloaded = traced(fsdp(offload_parameters=True))
     assert held(offloaded, "weights", "optimizer", after="step_1") < 0.02 * llama().parameters * 4
 
 
+@needs_fake_collectives
 @pytest.mark.slow
 def test_whole_gradients_are_kept_through_the_accumulation_unless_each_batch_is_synced() -> None:
     kept = traced(fsdp(), accumulation=2).curve.peak(2).allocated_bytes
@@ -105,12 +119,14 @@ def test_whole_gradients_are_kept_through_the_accumulation_unless_each_batch_is_
     assert kept - synced > 0.5 * llama().parameters  # whole gradients of two bytes each instead of shards of four
 
 
+@needs_fake_collectives
 @pytest.mark.slow
 def test_fsdp_shards_frozen_weights_of_an_adapted_model_too() -> None:
     shard = traced(fsdp(), lora=True)
     assert held(shard, "weights", after="step_1") < 1.2 * llama().parameters * 4 / WORLD
 
 
+@needs_fake_collectives
 @pytest.mark.slow
 def test_gathered_units_live_on_streams_of_their_own() -> None:
     assert traced(fsdp()).curve.timeline.streams
