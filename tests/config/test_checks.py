@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from versions import needs_5
 
 import hfopt.config.load
 from hfopt.config.edit import upgrade
@@ -37,7 +38,7 @@ def only(text: str) -> Problem:
         ("bf16: 'false'", "bool_as_string", "error", {"bf16": False}),
         ("fp16: 1", "bool_as_string", "warning", {"fp16": True}),
         ("optim: adamw_hf", "removed_value", "error", {"optim": "adamw_torch"}),
-        ("per_gpu_eval_batch_size: 2", "renamed_key", "error", {"per_device_eval_batch_size": 2}),
+        pytest.param("per_gpu_eval_batch_size: 2", "renamed_key", "error", {"per_device_eval_batch_size": 2}, marks=needs_5),
     ],
 )
 def test_findings_with_a_certain_repair(text: str, code: str, severity: str, upgraded: dict[str, object]) -> None:
@@ -129,7 +130,12 @@ def test_grpo_batches_that_do_not_divide() -> None:
         ("num_generations: 8\nauto_find_batch_size: true", 1, ("auto_find_batch_size", "conflict", "drop the line")),
         ("desirable_weight: 1.0\nper_device_train_batch_size: 1", 1, ("per_device_train_batch_size", "bad_value", "2, with half")),
         ("desirable_weight: 1.0\nloss_type: apo_zero_unpaired\nper_device_train_batch_size: 1", 1, None),
-        ("desirable_weight: 1.0\ntrain_sampling_strategy: random", 1, ("train_sampling_strategy", "conflict", "sequential")),
+        pytest.param(
+            "desirable_weight: 1.0\ntrain_sampling_strategy: random",
+            1,
+            ("train_sampling_strategy", "conflict", "sequential"),
+            marks=needs_5,
+        ),
         ("packing: false\npadding_free: true\nmax_length: 128", 1, ("padding_free", "conflict", "packing: true")),
         ("packing: true\npadding_free: true\nmax_length: 128", 1, None),
     ],
@@ -158,6 +164,7 @@ def test_a_number_that_its_tool_converts_is_no_error() -> None:
     assert {problem.severity for problem in loaded("weight_decay: 1e-2\npacking: true\n").problems} == {"warning"}
 
 
+@needs_5
 def test_the_ratio_of_warmup_becomes_steps_unless_steps_were_in_force() -> None:
     def after(text: str) -> dict[str, object]:
         return {key: value for key, value in yaml.safe_load(upgrade(loaded(text)).data).items() if key.startswith("warmup")}

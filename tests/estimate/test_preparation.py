@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from versions import needs_graded_checkpointing
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import estimate
@@ -21,6 +22,7 @@ def _checkpointed(model: Any) -> list[bool]:
     return [layer.gradient_checkpointing for layer in model.transformer.h]
 
 
+@needs_graded_checkpointing
 def test_the_trainer_checkpoints_the_layers_that_are_traced(tiny_gpt2: Make, tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
 
@@ -44,6 +46,7 @@ def test_the_trainer_checkpoints_the_layers_that_are_traced(tiny_gpt2: Make, tmp
     assert _checkpointed(prepared(workload, EACH_SECOND)()) == _checkpointed(model) == [True, False, True, False]
 
 
+@needs_graded_checkpointing
 def test_each_second_layer_lies_halfway_between_none_and_all(tiny_gpt2: Make) -> None:
     workload = tiny_gpt2(n_layer=4, vocab_size=100, bos_token_id=0, eos_token_id=0)
     none, second, every = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from versions import BEFORE_5
 
 from hfopt.config.step import checkpointing_of, precision_of
 from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
@@ -119,7 +120,7 @@ def test_reading_the_flags() -> None:
     assert precision_of({"bf16": True, "tf32": True}) == "bf16"
     assert precision_of({"tf32": True}) == "tf32"
     assert precision_of({"fp16": False}) == "fp32"
-    assert checkpointing_of({"gradient_checkpointing": True}) == Checkpointing(every_n_layers=1)
+    assert checkpointing_of({"gradient_checkpointing": True}) == Checkpointing(every_n_layers=1, use_reentrant=BEFORE_5)
     assert checkpointing_of({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}) == Checkpointing()
 
 
