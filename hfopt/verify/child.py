@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -96,9 +96,12 @@ class Running:
         return _how_it_ended(self._folder, self._mark, time.monotonic() - self._started)
 
     def end(self) -> None:
-        """Ends it if it still runs; may be called again."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        """Ends it if it still runs; may be called again. By a word: a fork that holds the pipe too keeps the end of file away."""
+        pipe = self._process.stdin
+        assert pipe is not None
+        if not pipe.closed:
+            with suppress(BrokenPipeError), pipe:
+                pipe.write(b"end")
         self._process.wait()
 
 

@@ -1,8 +1,9 @@
 """Stands between hfopt and a child it must not leave behind: ends it at the time limit, and when hfopt itself is gone.
 
 Run as a script of its own (standard library only): `guard.py LIMIT_S FOLDER MARK COMMAND...`. Its standard input is a pipe whose other
-end hfopt holds; end of file there means that hfopt died or wants the child ended. How it went is written to FOLDER/ended.json. Every
-process the command started is found by MARK in its environment, because torchrun's workers have sessions of their own.
+end hfopt holds; end of file there means that hfopt died, a word that it wants the child ended. How it went is written to
+FOLDER/ended.json. Every process the command started is found by MARK in its environment, because torchrun's workers have sessions of
+their own.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:
         ready, _, _ = select.select([0, wake], [], [], left_s)
         if wake in ready:
             os.read(wake, 4096)
-        if 0 in ready and not os.read(0, 4096):
+        if 0 in ready:
             return "exit" if child.poll() is not None else "abandoned"
 
 

@@ -67,6 +67,21 @@ def test_exit_codes_and_signals_are_told() -> None:
         assert (ended.reason, ended.returncode) == ("exit", -signal.SIGTERM)
 
 
+def test_a_child_is_ended_while_a_fork_of_this_process_holds_its_pipe_too() -> None:
+    """As the one that traces ahead does: then there is no end of file, and a plan that failed would wait for ever."""
+    with child.scratch_folder() as folder:
+        running = child.start([sys.executable, "-S", "-c", "import time; time.sleep(600)"], folder=folder, timeout_s=60, env=os.environ)
+        assert running._process.stdin is not None
+        held = os.dup(running._process.stdin.fileno())
+        began = time.monotonic()
+        try:
+            running.end()
+            running.end()
+        finally:
+            os.close(held)
+        assert time.monotonic() - began < 30
+
+
 def test_a_command_that_does_not_exist_is_said() -> None:
     with child.scratch_folder() as folder, pytest.raises(DryRunError, match="/nowhere/at/all"):
         child.run(["/nowhere/at/all"], folder=folder, timeout_s=30, env=os.environ)
