@@ -6,6 +6,7 @@ what only CUDA lists is added. Which operations CUDA lists at all is asked of th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -49,15 +50,25 @@ def _overload(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), which or "default")
 
 
-def _in_float32(op: Any) -> Any:
-    def up(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if x.dtype in _HALF else x
+def _with_arguments(cast: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The rule that calls an operation with each of its tensors cast."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*tree_map_only(torch.Tensor, up, args), **tree_map_only(torch.Tensor, up, kwargs))
+    def rule(op: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return op(*tree_map_only(torch.Tensor, cast, args), **tree_map_only(torch.Tensor, cast, kwargs))
 
-    return call
+        return call
+
+    return rule
+
+
+def _up(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype in _HALF else x
+
+
+def _down(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.get_autocast_dtype("cpu")) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 def _with_float32_result(op: Any) -> Any:
@@ -66,17 +77,6 @@ def _with_float32_result(op: Any) -> Any:
             if args[0].dtype in _HALF and kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args):
                 kwargs["dtype"] = torch.float32
             return op(*args, **kwargs)
-
-    return call
-
-
-def _in_lower_precision(op: Any) -> Any:
-    def down(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.get_autocast_dtype("cpu")) if x.is_floating_point() and x.dtype != torch.float64 else x
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return op(*tree_map_only(torch.Tensor, down, args), **tree_map_only(torch.Tensor, down, kwargs))
 
     return call
 
@@ -122,9 +122,9 @@ def _rule(name: str, on_cuda: set[str], on_cpu: set[str]) -> Any:
     if name not in on_cuda:
         return _FALL_THROUGH
     if name in _FLOAT32:
-        return _in_float32
+        return _with_arguments(_up)
     if name in _FLOAT32_RESULT:
         return _with_float32_result
     if name in _PROMOTE:
         return _in_widest
-    return None if name in on_cpu else _in_lower_precision
+    return None if name in on_cpu else _with_arguments(_down)
