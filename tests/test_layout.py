@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hfopt"
-BASE = {"schema", "errors", "units", "quiet", "credentials", "cache"}
+BASE = {"schema", "errors", "units", "quiet", "credentials", "cache", "reentrant"}
 STAGES = {"config", "hardware", "workload", "estimate", "search", "verify", "virtual", "runtime", "report"}
 ALLOWED_BETWEEN_STAGES = {("verify", "workload"), ("verify", "virtual"), ("runtime", "hardware")}
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import TraceError
+from hfopt.reentrant import let_gradients_through
 from hfopt.schema import StepSettings, Workload
 
 
@@ -61,6 +62,8 @@ def _set_checkpointing(model: Any, settings: StepSettings) -> None:
         _require_grades(checkpointing.every_n_layers)
         kwargs["every_n_layers"] = checkpointing.every_n_layers
     model.gradient_checkpointing_enable(**kwargs)
+    if checkpointing.use_reentrant:
+        let_gradients_through(model)
 
 
 def _require_grades(every_n_layers: int) -> None:

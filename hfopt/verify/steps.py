@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from hfopt.errors import DryRunError
+from hfopt.reentrant import let_gradients_through
 from hfopt.schema import Candidate, TrainJob, Workload
 from hfopt.verify.arguments import Device, Extent, evaluates, training_arguments
 from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
@@ -90,6 +91,8 @@ def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate
         batch = workload.make_batch(len(samples))
         return with_decoder_inputs(batch, bare) if smoothed else batch
 
+    if candidate.checkpointing.on and candidate.checkpointing.use_reentrant:
+        let_gradients_through(model)
     window = candidate.per_device_batch * candidate.accumulation
     trainer = DryTrainer(
         model=model,

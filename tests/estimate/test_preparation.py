@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from versions import needs_graded_checkpointing
 
 from hfopt.errors import TraceError
@@ -65,3 +67,29 @@ def test_a_transformers_without_it_is_named(tiny_gpt2: Make, monkeypatch: pytest
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
     with pytest.raises(TraceError, match=r"cannot checkpoint every n-th layer \(n = 2\)"):
         prepared(tiny_gpt2(), EACH_SECOND)()
+
+
+def test_reentrant_checkpointing_over_frozen_embeddings_has_gradients_to_pass_on(tiny_gpt2: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import PreTrainedModel
+
+    plain = PreTrainedModel.gradient_checkpointing_enable
+
+    def enable(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
+        """As it was before 5: the embeddings are left alone."""
+        plain(self, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+        if getattr(self, "_require_grads_hook", None) is not None:
+            self.disable_input_require_grads()
+
+    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
+    reentrant = StepSettings(checkpointing=Checkpointing(every_n_layers=1, use_reentrant=True))
+    workload = tiny_gpt2()
+    frozen = replace(workload, build_model=lambda: without_embeddings(workload.build_model()))
+    model = prepared(frozen, reentrant)()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    assert model.get_input_embeddings()(ids).requires_grad
+    assert not prepared(frozen, StepSettings())().get_input_embeddings()(ids).requires_grad
+
+
+def without_embeddings(model: Any) -> Any:
+    model.get_input_embeddings().requires_grad_(False)
+    return model
