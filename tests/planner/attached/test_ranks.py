@@ -68,3 +68,39 @@ def test_a_sharded_run_resumed_in_smaller_pieces_ends_where_the_undisturbed_one_
     assert samples_of_each_step(tmp_path / "none", 2).keys() == samples_of_each_step(tmp_path / "forward", 2).keys()
     for step, rows in samples_of_each_step(tmp_path / "none", 2).items():
         assert sorted(rows) == sorted(samples_of_each_step(tmp_path / "forward", 2)[step])
+
+
+LAUNCHED = """
+import json, os, pathlib, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+class Told(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        told = [args.world_size, args.per_device_train_batch_size, args.gradient_accumulation_steps, str(args.device)]
+        pathlib.Path(sys.argv[1], f"rank{args.process_index}.json").write_text(json.dumps(told))
+
+data = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(64)]
+args = TrainingArguments("out", per_device_train_batch_size=2, gradient_accumulation_steps=4, max_steps=2, report_to=[], disable_tqdm=True)
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0))
+Trainer(model, args, train_dataset=data, callbacks=[Told()]).train()
+"""
+ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+@pytest.mark.parametrize(
+    "launcher", [[*ACCELERATE, "--dynamo_backend", "no", "--main_process_port", "0"], TORCHRUN], ids=["accelerate", "torchrun"]
+)
+def test_a_launchers_ranks_take_one_plan_on_virtual_cards(tmp_path: Path, launcher: list[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LAUNCHED)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    inside = [sys.executable, "-m", "hfopt", "run", *launcher, str(script), str(tmp_path)]
+    command = [sys.executable, "-m", "hfopt", "rehearse", "--gpu", "rtx 3090", "--num-gpus", "2", "--", *inside]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "not planned" not in done.stderr
+    assert [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)] == [[2, 8, 1, "cuda:0"], [2, 8, 1, "cuda:1"]]
