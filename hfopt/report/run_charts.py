@@ -154,12 +154,14 @@ def power(runs: Sequence[RunView]) -> Figure:
 def _finish(drawn: Figure, runs: Sequence[RunView], clock: Clock, title: str) -> None:
     for number, run in enumerate(runs):
         colour = (BEFORE, AFTER)[number] if len(runs) > 1 else html.PALETTE[5]
+        at_once: dict[float, list[str]] = {}
         for place, mark in enumerate(run.marks, start=1):
-            text = mark_name(number if len(runs) > 1 else None, place)
+            at_once.setdefault(mark.at_s, []).append(mark_name(number if len(runs) > 1 else None, place))
+        for at_s, names in at_once.items():
             drawn.add_vline(
-                x=mark.at_s / clock.seconds,
+                x=at_s / clock.seconds,
                 line={"dash": "dot", "width": 1.5, "color": colour},
-                annotation={"text": text, "font": {"color": colour}, "yanchor": "bottom", "xanchor": "center", "y": 1},
+                annotation={"text": ", ".join(names), "font": {"color": colour}, "yanchor": "bottom", "xanchor": "center", "y": 1},
             )
     drawn.update_xaxes(title=f"{clock.unit} since the run began", rangemode="tozero")
     drawn.update_yaxes(title=title, rangemode="tozero")
