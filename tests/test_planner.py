@@ -77,7 +77,7 @@ def test_the_same_input_gives_the_same_bytes_and_keeps_the_rest_of_the_file(tmp_
 def test_every_change_has_its_reason_and_the_report_shows_it(tmp_path: Path, model: Path) -> None:
     result = made(write(tmp_path, model, gradient_accumulation_steps=4))
     assert {"per_device_train_batch_size", "gradient_accumulation_steps"} <= {change.key for change in result.facts.changes}
-    report = result.report()
+    report = str(result)
     for change in result.facts.changes:
         assert change.key in report and change.reason in report
     assert "\x1b[" not in report

@@ -72,6 +72,9 @@ class Plan:
 
         return plan_text(self.facts)
 
+    def __str__(self) -> str:
+        return self.report()
+
     def _repr_html_(self) -> str:
         """What a notebook shows."""
         from hfopt.report.notebook import plan_html
