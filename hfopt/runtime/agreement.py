@@ -13,8 +13,9 @@ rank that failed before it came to its forward joins that first (`join_forward`)
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,11 +44,20 @@ class Word:
     alive: bool = True  # False: a rank cannot go on, so all end
 
 
+def _leave(group: Any) -> None:
+    """Before the interpreter goes: threads of gloo that outlive it abort the process, and a run that went well would end with an error."""
+    if dist.is_initialized():
+        with suppress(ValueError, RuntimeError):  # the script has ended the group itself
+            dist.destroy_process_group(group)
+
+
 class Ranks:
     """This process among the data-parallel ones."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_gloo_available() else None
+        if self._group is not None:
+            atexit.register(_leave, self._group)
         self._model: Any = None
         self._entered = False  # the forward has been reached in this window
         self.holding = False  # the next backward is the one before which all agree

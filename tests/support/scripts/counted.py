@@ -100,6 +100,8 @@ def main() -> None:
         "losses": [round(row["loss"], 5) for row in trainer.state.log_history if "loss" in row],
     }
     os.write(1, f"RESULT {json.dumps(result)}\n".encode())
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
