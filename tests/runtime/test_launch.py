@@ -250,10 +250,14 @@ def test_at_a_terminal_its_own_keys_are_not_sent_twice(number: signal.Signals, r
 def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
-    def gone() -> None:
+    asked: list[str] = []
+
+    def gone(how: str) -> None:
+        asked.append(how)
         raise psutil.NoSuchProcess(4321)
 
-    ended: Any = SimpleNamespace(terminate=gone, kill=gone)
-    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended])
+    ended: Any = SimpleNamespace(terminate=lambda: gone("terminate"), kill=lambda: gone("kill"))
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended, ended])
     monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
     processes.end_descendants(0.0)
+    assert asked == ["terminate", "terminate", "kill", "kill"], "one that is gone does not spare the next"
