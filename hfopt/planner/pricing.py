@@ -24,7 +24,7 @@ LIGHTEST_PRECISION = 0.4  # of another precision's memory that one takes at the 
 
 @dataclass(kw_only=True)
 class Pricing:
-    """The search's models, over lazily made traces."""
+    """The search's models, over lazily made traces. `dataclasses.replace` begins with none: those of another job are not its own."""
 
     workload: Workload
     base: StepSettings
@@ -36,13 +36,13 @@ class Pricing:
     estimator: Estimator
     with_attention: Callable[[str], Workload] | None = None  # the same model with another attention implementation
     progress: Callable[[str], None] = lambda text: None
-    _workloads: dict[str, Workload] = field(default_factory=dict)
-    _estimates: dict[StepSettings, Estimate] = field(default_factory=dict)
-    _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict)
-    _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict)
-    _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict)
+    _workloads: dict[str, Workload] = field(default_factory=dict, init=False)
+    _estimates: dict[StepSettings, Estimate] = field(default_factory=dict, init=False)
+    _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict, init=False)
+    _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict, init=False)
+    _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict, init=False)
     _correction: Correction | None = None
-    _times: dict[Candidate, StepTime] = field(default_factory=dict)
+    _times: dict[Candidate, StepTime] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------------------------------ what the search asks
 

@@ -126,7 +126,7 @@ def _needed(subject: Subject, pricing: Pricing, job: TrainJob, smallest: Candida
     """The same smallest candidate of the changed job; None where it cannot be built or traced here."""
     base = replace(pricing.base, optim=str(job.args.get("optim") or pricing.base.optim))
     try:
-        changed = replace(pricing, workload=workload_of(job), base=base, _estimates={}, _timers={}, _limits={}, _times={})
+        changed = replace(pricing, workload=workload_of(job), base=base)
         return changed.memory(smallest)
     except HfoptError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -43,3 +44,12 @@ def test_only_an_adapters_gradients_are_added(parameters: int, trained: int, tra
     pricing = _pricing(parameters=parameters, trained=trained, budget_bytes=24 * GIB)
     assert pricing.settings(ACCUMULATED).accumulation == traced
     assert (pricing._held_bytes(ACCUMULATED) == 4 * trained) == (traced == 1)
+
+
+def test_another_jobs_traces_and_bounds_are_not_taken_over() -> None:
+    pricing = _pricing(parameters=1000, trained=1000, budget_bytes=GIB)
+    pricing._estimates[StepSettings()] = cast(Any, "a trace")
+    pricing._bounds[StepSettings(), 1.0] = 3
+    shorter = replace(pricing, workload=replace(pricing.workload, name="shorter"))
+    assert not shorter._estimates and not shorter._bounds
+    assert pricing._estimates and pricing._bounds
