@@ -75,12 +75,14 @@ def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int
         if seconds > best_s * (1 + TIE):
             left.append((seconds, index))
             continue
+        at_most = models.at_most(candidate)
+        if at_most is not None and at_most < candidate.per_device_batch:
+            rejected.append(Rejection(candidate=candidate, reason=bound_reason(candidate, at_most, budget_bytes)))
+            continue
         if not exact:
-            tighter, at_most = models.bound_s(candidate), models.at_most(candidate)
+            tighter = models.bound_s(candidate)
             if tighter > seconds:
                 heapq.heappush(heap, (tighter, False, index))
-            elif at_most is not None and at_most < candidate.per_device_batch:
-                rejected.append(Rejection(candidate=candidate, reason=bound_reason(candidate, at_most, budget_bytes)))
             else:
                 heapq.heappush(heap, (models.time(candidate).step_s, True, index))
             continue
