@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.credentials import HIDDEN, is_secret, said, scrub, shown
+from hfopt.redact import HIDDEN, is_secret, said, scrub, shown
 
 TOKEN = "hf_" + "Ab3" * 10
 

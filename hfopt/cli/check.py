@@ -152,7 +152,7 @@ def _factors(loaded: Loaded) -> str:
 
 
 def _as_data(loaded: Loaded) -> dict[str, Any]:
-    from hfopt.credentials import scrub
+    from hfopt.redact import scrub
 
     job, repairable = loaded.job, _repairable(loaded)
     batch = job and {

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import (
-    LENGTHS_HELP,
-    ONE_TOKEN,
-    complete_gpu,
-    complete_precision,
-    complete_task,
-    numbers,
-    precision_of,
-    task_of,
-)
+from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_precision, complete_task, numbers, precision_of, task_of
 from hfopt.cli.options import Model, Section, TrustRemoteCode, Vram
 from hfopt.cli.output import people
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfopt.credentials import said
 from hfopt.errors import ConfigError, HfoptError
+from hfopt.redact import said
 
 if TYPE_CHECKING:
     from rich.console import Console

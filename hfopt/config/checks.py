@@ -16,7 +16,7 @@ from hfopt.config.operations import Operation
 from hfopt.config.render import render
 from hfopt.config.sections import Section
 from hfopt.config.values import Severity, Verdict, judge
-from hfopt.credentials import HIDDEN, is_secret, shown
+from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Problem
 
 _EXACT_SECTIONS = frozenset(["training_args", "trainingarguments", "training_arguments", "trainer_args", "seq2seqtrainingarguments"])

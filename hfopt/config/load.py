@@ -24,8 +24,8 @@ from hfopt.config.keys import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
 from hfopt.config.sections import Layout, Section, find
-from hfopt.credentials import is_secret
 from hfopt.errors import ConfigError
+from hfopt.redact import is_secret
 from hfopt.schema import Problem, TrainJob
 
 

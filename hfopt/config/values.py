@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from hfopt.config.installed import Field
 from hfopt.config.keys import ALSO_TAKES, GONE_VALUES
-from hfopt.credentials import shown
+from hfopt.redact import shown
 
 Severity = Literal["error", "warning", "note"]
 UNRESOLVED = re.compile(r"\$\{|\{\{|\{%|^<[A-Za-z_ ]+>$|^\$[A-Za-z_]\w*$|^\?\?\?$")  # OmegaConf, jinja, <value>, $VALUE, ???

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hfopt.errors import ConfigError
-from hfopt.estimate.torch_version import installed_torch
+from hfopt.torch_version import installed_torch
 from hfopt.units import MIB
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from hfopt.estimate.formulas import Formula, constant
-from hfopt.estimate.torch_version import installed_torch
+from hfopt.torch_version import installed_torch
 from hfopt.units import KIB, MIB
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import hfopt
-from hfopt.runtime.cgroup import Kills, killed_for_memory, oom_kills
+from hfopt.cgroup import Kills, killed_for_memory, oom_kills
+from hfopt.process import Child
 from hfopt.runtime.checkpoints import last_checkpoint
-from hfopt.runtime.processes import Child
 from hfopt.runtime.run_options import VARIABLE, RunOptions
 
 SITE = Path(__file__).parents[1] / "site"

@@ -18,7 +18,7 @@ from hfopt.runtime.chunks import Inputs
 from hfopt.runtime.counters import Counters
 from hfopt.runtime.exactness import LossShape, Rule, RuleName
 from hfopt.runtime.replan import Refusal
-from hfopt.runtime.tf32 import tf32_is_on
+from hfopt.tf32 import tf32_is_on
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]

@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from hfopt.credentials import said
 from hfopt.errors import DryRunError
+from hfopt.redact import said
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
 from hfopt.verify import child

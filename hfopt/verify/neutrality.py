@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hfopt import cache
+from hfopt import files
 from hfopt.errors import WorkloadError
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 
@@ -123,7 +123,7 @@ def _cached_at(job: TrainJob, workload: Workload, version: str) -> Path | None:
         return None
     facts = (_VERSION, job.model.lora is not None, job.trainer, bool(job.args.get("label_smoothing_factor")))
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    return cache.location("neutrality") / f"{workload.model_class}-{version}-{key}.json"
+    return files.location("neutrality") / f"{workload.model_class}-{version}-{key}.json"
 
 
 def _read(place: Path) -> Neutrality | None:
@@ -137,4 +137,4 @@ def _read(place: Path) -> Neutrality | None:
 def _write(place: Path, answer: Neutrality) -> None:
     """A cache that cannot be written is no reason to fail."""
     with suppress(OSError):
-        cache.write_private(place, json.dumps(dataclasses.asdict(answer)))
+        files.write_private(place, json.dumps(dataclasses.asdict(answer)))

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.credentials import said
 from hfopt.errors import VirtualGpuError
+from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
 from hfopt.verify import child

@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfopt import cache
+from hfopt import files
 from hfopt.errors import VirtualGpuError
 from hfopt.virtual.toolchain import Toolchain
 
@@ -83,11 +83,11 @@ def _key(toolchain: Toolchain) -> str:
 
 def _cache_root() -> Path:
     """A folder only this user can write to: what is in it gets loaded into their processes. LD_PRELOAD splits at spaces and colons."""
-    root = cache.location("virtual")
+    root = files.location("virtual")
     if re.search(r"[\s:]", str(root)):
-        root = cache.own_temporary() / "virtual"
+        root = files.own_temporary() / "virtual"
     try:
-        cache.make_private(root)
+        files.make_private(root)
         status = root.stat()
     except OSError as error:
         raise VirtualGpuError(

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from hfopt import cache
+from hfopt import files
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
 from hfopt.virtual.build import libraries
@@ -86,7 +86,7 @@ def _joined(first: str, rest: str | None) -> str:
 
 def _new_state() -> Path:
     """A name for the shared file; the library creates it. What a killed launcher left behind is swept here a day later."""
-    folder = cache.make_private(cache.own_temporary())
+    folder = files.make_private(files.own_temporary())
     if folder.stat().st_uid != os.getuid():
         raise VirtualGpuError(f"{folder} belongs to another user", hint="set TMPDIR to a folder of your own")
     for old in folder.glob("board-*"):

@@ -222,20 +222,20 @@ def test_ctrl_c_ends_a_watch_and_gives_the_terminal_back() -> None:
 
 
 def test_what_is_cached_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hfopt import cache
+    from hfopt import files
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = os.umask(0)
     try:
-        place = cache.location("answers") / "one.json"
-        cache.write_private(place, "{}")
+        place = files.location("answers") / "one.json"
+        files.write_private(place, "{}")
     finally:
         os.umask(before)
     rights = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (place, place.parent, place.parent.parent)}
     assert rights == {"one.json": 0o600, "answers": 0o700, "hfopt": 0o700}
     assert [path.name for path in place.parent.iterdir()] == ["one.json"]
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.location("x").is_absolute()
+    assert files.location("x").is_absolute()
 
 
 def test_what_is_made_from_a_private_config_is_private(config: Path) -> None:
@@ -251,7 +251,7 @@ def test_what_is_made_from_a_private_config_is_private(config: Path) -> None:
 def test_without_a_home_the_cache_is_in_the_temporary_folder_and_half_a_file_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hfopt import cache
+    from hfopt import files
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -259,7 +259,7 @@ def test_without_a_home_the_cache_is_in_the_temporary_folder_and_half_a_file_is_
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(Path, "home", no_home)
-    assert cache.location("answers") == tmp_path / f"hfopt-{os.getuid()}" / "answers"
+    assert files.location("answers") == tmp_path / f"hfopt-{os.getuid()}" / "answers"
     with pytest.raises(UnicodeEncodeError):
-        cache.write_private(tmp_path / "answers" / "one.json", "half \ud800")
+        files.write_private(tmp_path / "answers" / "one.json", "half \ud800")
     assert list((tmp_path / "answers").iterdir()) == []

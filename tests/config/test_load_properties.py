@@ -13,8 +13,8 @@ from hfopt.config.edit import upgrade
 from hfopt.config.installed import installed
 from hfopt.config.keys import ALIASES, GONE, known_elsewhere
 from hfopt.config.load import load_bytes
-from hfopt.credentials import scrub
 from hfopt.errors import ConfigError
+from hfopt.redact import scrub
 
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 NAMES = sorted({*installed().fields, *GONE, *ALIASES, *known_elsewhere(), "training", "model", "peft", "data", "lora", "defaults"})

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from hfopt import process
+from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
-from hfopt.runtime import launch, processes
-from hfopt.runtime.cgroup import Kills, killed_for_memory, oom_kills
+from hfopt.runtime import launch
 from hfopt.runtime.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "training_script.py"
@@ -202,7 +203,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
     counter.write_text("0")
     plain = hfopt_run(str(SCRIPT), str(tmp_path / "plain"), "none")
     kernel = (
-        "import sys; from pathlib import Path; from hfopt.runtime import launch; from hfopt.runtime.cgroup import Kills\n"
+        "import sys; from pathlib import Path; from hfopt.runtime import launch; from hfopt.cgroup import Kills\n"
         f"launch.oom_kills = lambda: Kills(own=int(Path({str(counter)!r}).read_text()), system=None)\n"
         f"sys.argv = ['hfopt', 'run', '--no-plan', {str(SCRIPT)!r}, {str(tmp_path)!r}, 'killed']\n"
         "from hfopt.cli import main; main()"
@@ -219,7 +220,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
 
 
 def test_what_is_ended_after_the_time_of_grace_has_not_succeeded() -> None:
-    child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    child = process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
 
 
@@ -230,8 +231,8 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
         os.kill(os.getpid(), signal.SIGTERM)  # handled before the next line, when nobody is there to pass it on to
         return start(*args, **options)
 
-    monkeypatch.setattr(processes.subprocess, "Popen", interrupted)
-    child = processes.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    monkeypatch.setattr(process.subprocess, "Popen", interrupted)
+    child = process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: False, grace_s=1.0) == 128 + signal.SIGTERM
     assert child.asked_to_end
 
@@ -239,10 +240,10 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
 @pytest.mark.parametrize(("number", "reaches"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_at_a_terminal_its_own_keys_are_not_sent_twice(number: signal.Signals, reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    child = processes.Child(["true"], {})
+    child = process.Child(["true"], {})
     child._shares_terminal = True
     running: Any = SimpleNamespace(pid=4321, poll=lambda: None)
-    monkeypatch.setattr(processes.os, "kill", lambda *words: sent.append(words))
+    monkeypatch.setattr(process.os, "kill", lambda *words: sent.append(words))
     child._pass_on(running, number)
     assert sent == ([(4321, number)] if reaches else [])
 
@@ -259,5 +260,5 @@ def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyP
     ended: Any = SimpleNamespace(terminate=lambda: gone("terminate"), kill=lambda: gone("kill"))
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended, ended])
     monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
-    processes.end_descendants(0.0)
+    process.end_descendants(0.0)
     assert asked == ["terminate", "terminate", "kill", "kill"], "one that is gone does not spare the next"

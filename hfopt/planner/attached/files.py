@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.credentials import is_secret
 from hfopt.planner.result import Plan
+from hfopt.redact import is_secret
 from hfopt.schema import Change
 
 PLAN, REPORT, CONFIG = "plan.json", "plan.txt", "config.yaml"

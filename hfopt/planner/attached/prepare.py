@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfopt.credentials import said
 from hfopt.errors import HfoptError
 from hfopt.planner.attached import files, trial_steps
 from hfopt.planner.attached.settings import apply_changes
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.quiet import quietly
+from hfopt.redact import said
 from hfopt.runtime import record
 from hfopt.runtime.fallback import guard_of
 from hfopt.runtime.inside import orders_for

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from hfopt.credentials import said
+from hfopt.redact import said
 
 
 class Faults:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hfopt.credentials import scrub
+from hfopt.redact import scrub
 from hfopt.schema import Gpu
 
 _PACKAGES = ("hfopt", "torch", "transformers", "accelerate", "datasets", "peft", "trl", "nvidia-ml-py")
