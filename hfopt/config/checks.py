@@ -10,12 +10,12 @@ from typing import Any
 
 from hfopt.config.dialects import Dialect
 from hfopt.config.document import Document, Entry
-from hfopt.config.installed import Field, Installed
 from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
 from hfopt.config.operations import Operation
 from hfopt.config.render import render
 from hfopt.config.sections import Section
 from hfopt.config.values import Severity, Verdict, judge
+from hfopt.facts.installed import Field, Installed
 from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Problem
 

@@ -19,12 +19,12 @@ from hfopt.config.dialects import Dialect, Word, dialect_of, implied
 from hfopt.config.document import Document, NodePath
 from hfopt.config.facts import Facts, whole_number
 from hfopt.config.foreign import tool_of
-from hfopt.config.installed import Installed, installed
 from hfopt.config.keys import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
+from hfopt.facts.installed import Installed, installed
 from hfopt.redact import is_secret
 from hfopt.schema import Problem, TrainJob
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.config.document import Document, Node, NodePath, shared_depth
-from hfopt.config.installed import Installed
 from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
 from hfopt.errors import ConfigError
+from hfopt.facts.installed import Installed
 
 _SECTION_NAMES = frozenset(
     {

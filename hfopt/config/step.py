@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.installed import installed
+from hfopt.facts.installed import installed
 from hfopt.schema import Checkpointing, Precision, StepSettings
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.config.installed import Field
 from hfopt.config.keys import ALSO_TAKES, GONE_VALUES
+from hfopt.facts.installed import Field
 from hfopt.redact import shown
 
 Severity = Literal["error", "warning", "note"]

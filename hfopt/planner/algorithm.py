@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.installed import installed
+from hfopt.facts.installed import installed
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclude import Course, concluded

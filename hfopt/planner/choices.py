@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hfopt.config.installed import installed
 from hfopt.config.step import checkpointing_of, default_optim, precision_of
+from hfopt.facts.installed import installed
 from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.device import Device
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.config.engine import uses_fsdp
-from hfopt.config.installed import installed
 from hfopt.errors import ConfigError
+from hfopt.facts.installed import installed
 from hfopt.schema import TrainJob
 
 

@@ -10,7 +10,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.runtime import chunks, device, exactness, oom, record
+from hfopt.facts import oom
+from hfopt.runtime import chunks, device, exactness, record
 from hfopt.runtime.exactness import Rule
 from hfopt.runtime.replan import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep

@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
+from hfopt.facts.oom import RAISED_AS
 from hfopt.runtime import evaluation, record
 from hfopt.runtime.guard import Guard
-from hfopt.runtime.oom import RAISED_AS
 from hfopt.runtime.replan import Refusal
 from hfopt.schema import MemoryModel
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hfopt.runtime import agreement, chunks, device, oom, rng
+from hfopt.facts import oom
+from hfopt.runtime import agreement, chunks, device, rng
 from hfopt.runtime.agreement import PeerFailed, Ranks, Word
 from hfopt.runtime.exactness import structural_refusal
 from hfopt.runtime.fit import Fit
