@@ -32,9 +32,9 @@ from hfopt.estimate.memory import TRACED_BATCHES
 from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import Timeline, combine
 from hfopt.estimate.trace import Trace
+from hfopt.model.table import architectures
 from hfopt.schema import LengthSpread
 from hfopt.units import MIB
-from hfopt.workload.table import architectures
 
 ITERATIONS = 4
 CUT_SHARE = 0.25

@@ -22,9 +22,9 @@ from typing import Any
 
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.memory import estimate
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 from hfopt.units import MIB
-from hfopt.workload.model import from_spec
 
 ROWS = Path(__file__).parent / "data" / "published_memory.csv"
 LONGEST = 768  # tokens, PEFT's max_seq_length

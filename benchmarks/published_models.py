@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from hfopt.errors import WorkloadError
+from hfopt.model.adapters import add_lora
+from hfopt.model.build import build_here
+from hfopt.model.model import from_spec
+from hfopt.model.table import Architecture, architectures
 from hfopt.schema import DataSpec, Lora, ModelSpec, Task
-from hfopt.workload.adapters import add_lora
-from hfopt.workload.build import build_here
-from hfopt.workload.model import from_spec
-from hfopt.workload.table import Architecture, architectures
 
 Row = dict[str, str]
 Batches = Callable[[int], dict[str, Any]]

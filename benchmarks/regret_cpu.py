@@ -25,10 +25,10 @@ import torch
 import yaml
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hfopt.model.model import from_spec
 from hfopt.planner import Request, plan
 from hfopt.schema import TrainJob
 from hfopt.search.space import divisors
-from hfopt.workload.model import from_spec
 
 ROUNDS = 3
 STEPS = 6
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS))
     chosen = parser.parse_args().models
     os.environ["OMP_NUM_THREADS"] = "1"  # of the plan's own dry runs
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer", "hfopt.workload.model"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer", "hfopt.model.model"])
     result = {}
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:

@@ -26,11 +26,11 @@ from hfopt.config.engine import sharding_of
 from hfopt.config.step import step_settings
 from hfopt.estimate.memory import estimate
 from hfopt.hardware.catalog import find
+from hfopt.model.model import from_spec
 from hfopt.planner.engines import BOTH_BACKENDS, deepspeed_config, named_engine
 from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings
 from hfopt.units import GIB, MIB
 from hfopt.virtual.launch import environment
-from hfopt.workload.model import from_spec
 
 WORKER = Path(__file__).parent / "sharded_worker.py"
 TORCHTITAN_GIB = {8: 82.4, 128: 67.0}  # ranks: GiB; torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, without compile

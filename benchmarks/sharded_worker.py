@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec
-from hfopt.workload.model import from_spec
 
 STEPS = 3
 

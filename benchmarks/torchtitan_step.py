@@ -24,8 +24,8 @@ from hfopt.estimate.ranks.recorder import ShardRecorder
 from hfopt.estimate.ranks.world import fake_world
 from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import alone
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
-from hfopt.workload.model import from_spec
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256
 KEPT = {

@@ -21,8 +21,8 @@ def main() -> None:
 
     result = {"import_transformers_s": time.perf_counter() - began}
     from hfopt.estimate.memory import estimate
+    from hfopt.model.model import from_spec
     from hfopt.schema import DataSpec, ModelSpec, StepSettings
-    from hfopt.workload.model import from_spec
 
     for name, model, precision in (
         ("bert_base", "google-bert/bert-base-uncased", "fp32"),

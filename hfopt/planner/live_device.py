@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from hfopt.estimate.context import context_bytes
+from hfopt.model.companions import trained_modules
 from hfopt.planner.request import Request, hardware_of
 from hfopt.schema import Gpu, Hardware
-from hfopt.workload.companions import trained_modules
 
 
 def live_hardware(trainer: Any, request: Request) -> Hardware:

@@ -19,8 +19,8 @@ import numpy
 import torch
 import transformers
 
+from hfopt.model.batch import with_decoder_inputs
 from hfopt.schema import Workload
-from hfopt.workload.batch import with_decoder_inputs
 
 _SEED = 1
 

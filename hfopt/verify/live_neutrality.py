@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.copies import copies_of
+from hfopt.model.own_loss import apart, loss_of
+from hfopt.model.samples import readable_samples, same_random_state
+from hfopt.model.trainer import collator_of
 from hfopt.schema import Neutrality
 from hfopt.verify.tiny import shrink
-from hfopt.workload.copies import copies_of
-from hfopt.workload.own_loss import apart, loss_of
-from hfopt.workload.samples import readable_samples, same_random_state
-from hfopt.workload.trainer import collator_of
 
 _FAILURES = (WorkloadError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 """What a loss may raise on fewer samples than it was made for; then there is no answer."""

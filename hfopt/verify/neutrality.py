@@ -37,7 +37,7 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
     """
     import transformers
 
-    from hfopt.workload.model import from_spec
+    from hfopt.model.model import from_spec
 
     if workload is None:
         workload = from_spec(job.model, job.data, trainer=job.trainer)
@@ -59,9 +59,9 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
 def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
     import transformers
 
+    from hfopt.model.model import from_spec
+    from hfopt.model.sources import find_config
     from hfopt.verify.tiny import SMALL_IMAGE, has_image_size, shrink
-    from hfopt.workload.model import from_spec
-    from hfopt.workload.sources import find_config
 
     if workload.task == "custom":
         return workload if workload.parameters <= _MOST_CUSTOM_PARAMETERS else None

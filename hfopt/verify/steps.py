@@ -13,13 +13,13 @@ import transformers
 from torch import nn
 
 from hfopt.errors import DryRunError
+from hfopt.model.batch import with_decoder_inputs
+from hfopt.model.build import skeleton
+from hfopt.model.model import from_spec
 from hfopt.reentrant import let_gradients_through
 from hfopt.schema import Candidate, TrainJob, Workload
 from hfopt.verify.arguments import Device, Extent, evaluates, training_arguments
 from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
-from hfopt.workload.batch import with_decoder_inputs
-from hfopt.workload.build import skeleton
-from hfopt.workload.model import from_spec
 
 _OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")
 

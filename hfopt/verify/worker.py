@@ -14,8 +14,8 @@ import warnings
 from pathlib import Path
 
 from hfopt.errors import HfoptError
+from hfopt.model.lean import lean_imports, spare_datasets, spare_scipy
 from hfopt.schema import Candidate
-from hfopt.workload.lean import lean_imports, spare_datasets, spare_scipy
 
 
 def _told(folder: Path) -> tuple[Candidate, int | None]:

@@ -12,9 +12,9 @@ import pytest
 from transformers import LlamaConfig
 
 from hfopt.estimate.memory import estimate
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB
-from hfopt.workload.model import from_spec
 
 BATCH, LENGTH = 12, 128
 SHAPE = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -31,7 +31,7 @@ from dataclasses import replace
 from transformers import Trainer, TrainingArguments
 from test_adapters_against_allocator import ADAPTED, BATCH, LENGTH
 from hfopt.schema import DataSpec
-from hfopt.workload.model import from_spec
+from hfopt.model.model import from_spec
 workload = from_spec(replace(ADAPTED[sys.argv[1]], name=sys.argv[2]), DataSpec(max_length=LENGTH))
 arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=BATCH, max_steps=3, bf16=True, optim="adamw_torch",
     report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False)

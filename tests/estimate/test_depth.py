@@ -11,8 +11,8 @@ import pytest
 
 from hfopt.estimate.depth import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
 from hfopt.estimate.memory import estimate, traced
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
-from hfopt.workload.model import from_spec
 
 SIZES = ZeroSizes(reduce_bucket=512 * 512, prefetch_bucket=512 * 512)
 SHARDED = StepSettings(precision="bf16", sharding=Sharding(engine="zero2", world_size=4, zero=SIZES), optim="adamw_torch")

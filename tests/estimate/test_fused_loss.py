@@ -9,8 +9,8 @@ import pytest
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import Estimate, estimate
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
-from hfopt.workload.model import from_spec
 
 WIDTH, VOCABULARY, LENGTH = 64, 4096, 128
 LLAMA = {

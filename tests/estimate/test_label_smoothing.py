@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.estimate.memory import estimate
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
-from hfopt.workload.model import from_spec
 
 T5 = {
     "model_type": "t5",

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from hfopt.estimate.memory import estimate
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
-from hfopt.workload.model import from_spec
 
 
 def test_deberta_is_traced(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import yaml
 
 from hfopt.estimate.memory import Estimate, estimate
 from hfopt.hardware import catalog
+from hfopt.model.model import from_spec
 from hfopt.planner import Plan, Request, plan
 from hfopt.schema import DataSpec, ModelSpec, StepSettings, Workload
 from hfopt.virtual.launch import environment
-from hfopt.workload.model import from_spec
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

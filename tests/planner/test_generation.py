@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits, WorkloadError
+from hfopt.model import generated
+from hfopt.model.model import from_spec
 from hfopt.planner.generation import check_generation, completions_at_once, writing_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
 from hfopt.units import MIB
-from hfopt.workload import generated
-from hfopt.workload.model import from_spec
 
 GRPO = TrainJob(
     path=None, section=(), trainer="GRPO", args={}, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4

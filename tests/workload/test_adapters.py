@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, Quantization
-from hfopt.workload.model import from_spec
 
 Tiny = Callable[..., str]
 DATA = DataSpec(max_length=16)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec, Task
-from hfopt.workload.model import from_spec
 
 Tiny = Callable[..., str]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import WorkloadError
+from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec
-from hfopt.workload.model import from_spec
 
 CODE = """
 import torch

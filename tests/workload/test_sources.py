@@ -10,8 +10,8 @@ from threading import Thread
 import pytest
 
 from hfopt.errors import WorkloadError
-from hfopt.workload import sources
-from hfopt.workload.sources import find_config
+from hfopt.model import sources
+from hfopt.model.sources import find_config
 
 
 def test_an_unknown_model_says_what_was_tried_and_how_to_help() -> None:

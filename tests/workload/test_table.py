@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hfopt.model.build import skeleton
+from hfopt.model.model import from_spec
+from hfopt.model.table import Architecture, architectures, find, near_names
 from hfopt.schema import DataSpec, ModelSpec
-from hfopt.workload.build import skeleton
-from hfopt.workload.model import from_spec
-from hfopt.workload.table import Architecture, architectures, find, near_names
 
 
 def _count(entry: Architecture) -> int:

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
 from hfopt.errors import WorkloadError
-from hfopt.workload import trainer as trainer_module
-from hfopt.workload.samples import longest_samples, sample_size, shares
-from hfopt.workload.trainer import from_trainer
+from hfopt.model import trainer as trainer_module
+from hfopt.model.samples import longest_samples, sample_size, shares
+from hfopt.model.trainer import from_trainer
 
 LENGTHS = [3, 9, 5, 21, 7, 4]
 CONFIG = BertConfig(
@@ -262,7 +262,7 @@ def test_packed_layers_are_stood_in_for_by_their_own_bytes(make_trainer: Any, fa
         loss = built(**workload.make_batch(2)).loss
         loss.backward()
     packed = built.bert.encoder.layer[0].attention.self.query
-    assert type(packed).__module__ == "hfopt.workload.quantize"
+    assert type(packed).__module__ == "hfopt.model.quantize"
     assert packed.weight.nbytes == 32 * 32 // 2 and packed.absmax.dtype == torch.uint8 and packed.compute_dtype == torch.bfloat16
     assert workload.parameters == sum(p.numel() for p in BertForSequenceClassification(CONFIG).parameters())
     assert isinstance(model.bert.encoder.layer[0].attention.self.query, _Packed), "the live model is as it was"

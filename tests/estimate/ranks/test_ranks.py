@@ -40,9 +40,9 @@ def llama(*, lora: bool = False) -> Workload:
     )
 
     def build() -> Any:
+        from hfopt.model.adapters import add_lora
+        from hfopt.model.build import build_here
         from hfopt.schema import Lora
-        from hfopt.workload.adapters import add_lora
-        from hfopt.workload.build import build_here
 
         def assemble() -> Any:
             model = LlamaForCausalLM(config)

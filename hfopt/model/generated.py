@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.build import unfaked
+from hfopt.model.samples import readable_samples, sample_size
 from hfopt.schema import BatchShape
-from hfopt.workload.build import unfaked
-from hfopt.workload.samples import readable_samples, sample_size
 
 _KINDS = frozenset({"GRPOTrainer", "RLOOTrainer"})
 _LOOKED_AT = 256

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from hfopt.errors import WorkloadError
-from hfopt.workload.build import build_here
-from hfopt.workload.companions import carry, companions, modules_of
-from hfopt.workload.quantize import stand_in
+from hfopt.model.build import build_here
+from hfopt.model.companions import carry, companions, modules_of
+from hfopt.model.quantize import stand_in
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"
 

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from hfopt.errors import WorkloadError
+from hfopt.model.adapters import add_lora, freeze
+from hfopt.model.build import build_here, skeleton
+from hfopt.model.losses import why_batch_dependent
 from hfopt.schema import BatchShape, ModelSpec, Workload
-from hfopt.workload.adapters import add_lora, freeze
-from hfopt.workload.build import build_here, skeleton
-from hfopt.workload.losses import why_batch_dependent
 
 _REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
 

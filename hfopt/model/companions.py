@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hfopt.workload.preference import REFERENCE
+from hfopt.model.preference import REFERENCE
 
 _NAMES = {"ref_model": REFERENCE, "loss": "loss"}
 CARRIED = "_hfopt_companions"

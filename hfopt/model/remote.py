@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hfopt.errors import WorkloadError
+from hfopt.model.heads import Head
+from hfopt.model.sources import ConfigSource
 from hfopt.schema import Task
-from hfopt.workload.heads import Head
-from hfopt.workload.sources import ConfigSource
 
 _AUTO_CLASSES: dict[str, Task] = {
     "AutoModelForCausalLM": "causal_lm",

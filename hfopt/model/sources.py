@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hfopt.errors import WorkloadError
-from hfopt.workload.table import find, find_under_any_owner, near_names
+from hfopt.model.table import find, find_under_any_owner, near_names
 
 _HUB_TIMEOUT_S = 5
 TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"

@@ -12,14 +12,14 @@ import transformers
 from torch import nn
 
 from hfopt.errors import WorkloadError
+from hfopt.model.adapters import add_lora, freeze
+from hfopt.model.build import build_here, skeleton
+from hfopt.model.heads import Head
+from hfopt.model.preference import REFERENCE
+from hfopt.model.quantize import quantize
+from hfopt.model.sources import ConfigSource
 from hfopt.quiet import quietly
 from hfopt.schema import ModelSpec, Workload
-from hfopt.workload.adapters import add_lora, freeze
-from hfopt.workload.build import build_here, skeleton
-from hfopt.workload.heads import Head
-from hfopt.workload.preference import REFERENCE
-from hfopt.workload.quantize import quantize
-from hfopt.workload.sources import ConfigSource
 
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])
 DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from hfopt.workload.companions import carried
+from hfopt.model.companions import carried
 
 _BIG_ATTRIBUTES = frozenset({"train_dataset", "eval_dataset", "model", "model_wrapped", "optimizer", "lr_scheduler", "accelerator"})
 

@@ -14,17 +14,17 @@ from typing import Any
 import transformers
 
 from hfopt.errors import WorkloadError
+from hfopt.model.batch import BatchMaker, accepted_inputs
+from hfopt.model.custom import from_reference, is_reference
+from hfopt.model.heads import choose_head
+from hfopt.model.losses import loss_for, why_batch_dependent
+from hfopt.model.preference import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
+from hfopt.model.recipe import FAILURES, Recipe, uses_flash
+from hfopt.model.remote import remote_config, remote_head
+from hfopt.model.shapes import size_batch
+from hfopt.model.sources import ConfigSource, find_config
 from hfopt.quiet import quietly
 from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
-from hfopt.workload.batch import BatchMaker, accepted_inputs
-from hfopt.workload.custom import from_reference, is_reference
-from hfopt.workload.heads import choose_head
-from hfopt.workload.losses import loss_for, why_batch_dependent
-from hfopt.workload.preference import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
-from hfopt.workload.recipe import FAILURES, Recipe, uses_flash
-from hfopt.workload.remote import remote_config, remote_head
-from hfopt.workload.shapes import size_batch
-from hfopt.workload.sources import ConfigSource, find_config
 
 
 def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> Workload:

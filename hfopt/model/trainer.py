@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 from hfopt.errors import WorkloadError
+from hfopt.model.batch import BatchMaker, accepted_inputs
+from hfopt.model.build import unfaked
+from hfopt.model.copies import copies_of, uses_flash_kernel
+from hfopt.model.generated import generated_batches, generates
+from hfopt.model.heads import task_of_class
+from hfopt.model.losses import why_batch_dependent
+from hfopt.model.own_loss import apart, own_loss
+from hfopt.model.preference import BATCH_DEPENDENT
+from hfopt.model.recipe import repeated_blocks
+from hfopt.model.samples import Samples, longest_samples, same_random_state, token_count
+from hfopt.model.shapes import size_batch
+from hfopt.model.unpadded import Unpadded
 from hfopt.schema import BatchShape, DataSpec, LengthSpread, Task, Workload
-from hfopt.workload.batch import BatchMaker, accepted_inputs
-from hfopt.workload.build import unfaked
-from hfopt.workload.copies import copies_of, uses_flash_kernel
-from hfopt.workload.generated import generated_batches, generates
-from hfopt.workload.heads import task_of_class
-from hfopt.workload.losses import why_batch_dependent
-from hfopt.workload.own_loss import apart, own_loss
-from hfopt.workload.preference import BATCH_DEPENDENT
-from hfopt.workload.recipe import repeated_blocks
-from hfopt.workload.samples import Samples, longest_samples, same_random_state, token_count
-from hfopt.workload.shapes import size_batch
-from hfopt.workload.unpadded import Unpadded
 
 
 def from_trainer(trainer: Any) -> Workload:
