@@ -26,14 +26,14 @@ from hfopt.estimate.allocator import CachingAllocator
 from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.context import LOADED_KERNELS_BYTES, context_bytes
 from hfopt.estimate.curve import MemoryCurve, Replay, replay_events
-from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
 from hfopt.estimate.memory import TRACED_BATCHES
-from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import Timeline, combine
-from hfopt.estimate.trace import Trace
 from hfopt.model.table import architectures
 from hfopt.schema import LengthSpread
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.session import Session, Tracer
+from hfopt.trace.trace import Trace
 from hfopt.units import MIB
 
 ITERATIONS = 4

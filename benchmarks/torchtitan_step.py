@@ -18,14 +18,14 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from hfopt.estimate.allocator_options import AllocatorOptions
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.depth import DEEP, SHALLOW, DepthCurve, share_of
-from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.ranks.fsdp import local
-from hfopt.estimate.ranks.recorder import ShardRecorder
-from hfopt.estimate.ranks.world import fake_world
-from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import alone
 from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
+from hfopt.trace.fsdp import local
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.recorder import ShardRecorder
+from hfopt.trace.session import Session, Tracer
+from hfopt.trace.world import fake_world
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256
 KEPT = {

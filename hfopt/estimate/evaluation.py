@@ -16,13 +16,13 @@ import torch
 from hfopt.estimate.allocator_options import parse_alloc_conf
 from hfopt.estimate.context import context_bytes
 from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import TRACED_BATCHES
-from hfopt.estimate.preparation import prepared
-from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import combine
-from hfopt.estimate.trainer_step import TrainerLoop
 from hfopt.schema import StepSettings, Workload
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.preparation import prepared
+from hfopt.trace.session import Session, Tracer
+from hfopt.trace.trainer_step import TrainerLoop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from hfopt.estimate.formulas import FORMULAS
 from hfopt.estimate.repetition import Repetition
 from hfopt.estimate.timeline import FREED, Timeline, require_same_events
+from hfopt.trace.formulas import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hfopt.estimate.trace import Trace
     from hfopt.schema import LengthSpread
+    from hfopt.trace.trace import Trace
 
 STEPS = 12  # the last has the longest sample of all
 _SHORTER = 0.75

@@ -16,8 +16,8 @@ from hfopt.estimate.timeline import Timeline, alone, combine
 from hfopt.schema import LengthSpread, OpCost, StepSettings, Workload
 
 if TYPE_CHECKING:
-    from hfopt.estimate.session import Script, Tracer
-    from hfopt.estimate.trace import Trace
+    from hfopt.trace.session import Script, Tracer
+    from hfopt.trace.trace import Trace
 
 __all__ = ["TRACED_BATCHES", "Estimate", "MemoryCurve", "estimate", "traced"]
 
@@ -52,9 +52,9 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
 
 def traced(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes."""
-    from hfopt.estimate.op_groups import grouped, proportional
-    from hfopt.estimate.ranks.tracing import tracer_of
-    from hfopt.estimate.trainer_step import trainer_script
+    from hfopt.trace.op_groups import grouped, proportional
+    from hfopt.trace.tracing import tracer_of
+    from hfopt.trace.trainer_step import trainer_script
 
     began = time.perf_counter()
     notes = list(workload.notes)

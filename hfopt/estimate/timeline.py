@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
-from hfopt.estimate.formulas import FORMULAS
+from hfopt.trace.formulas import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hfopt.estimate.trace import Category, Trace, Where
+    from hfopt.trace.trace import Category, Trace, Where
 
 FREED = -1
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.estimate.attention_rules import Attention
-from hfopt.estimate.attention_temporaries import _backward_tile, efficient_forward, flash_backward
-from hfopt.estimate.formulas import Formula
-from hfopt.estimate.kernels import Kernels
+from hfopt.trace.attention_rules import Attention
+from hfopt.trace.attention_temporaries import _backward_tile, efficient_forward, flash_backward
+from hfopt.trace.formulas import Formula
+from hfopt.trace.kernels import Kernels
 
 
 def _heads(dtype: torch.dtype, width: int = 64) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hfopt.estimate.curve import MemoryCurve
 from hfopt.estimate.timeline import Timeline
-from hfopt.estimate.trace import Where
+from hfopt.trace.trace import Where
 from hfopt.units import MIB
 
 CONTEXT = 100 * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.estimate.formulas import Formula
+from hfopt.trace.formulas import Formula
 
 
 @pytest.mark.parametrize(

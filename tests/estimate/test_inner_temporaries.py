@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.formulas import Formula
-from hfopt.estimate.inner_temporaries import RULES
-from hfopt.estimate.kernels import Kernels
+from hfopt.trace.formulas import Formula
+from hfopt.trace.inner_temporaries import RULES
+from hfopt.trace.kernels import Kernels
 
 KERNELS = Kernels(capability=(8, 6), multiprocessors=28)
 backward = RULES[torch.ops.aten.convolution_backward.default]

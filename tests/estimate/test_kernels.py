@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hfopt.estimate.context import context_bytes
-from hfopt.estimate.formulas import Formula
-from hfopt.estimate.kernels import Kept, Kernels
+from hfopt.trace.formulas import Formula
+from hfopt.trace.kernels import Kept, Kernels
 from hfopt.units import KIB, MIB
 
 

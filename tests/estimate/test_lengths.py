@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from hfopt.estimate.allocator import CachingAllocator
-from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.lengths import drawn_lengths, growth, shortened, shorter_length, varying
 from hfopt.estimate.memory import estimate
-from hfopt.estimate.preparation import prepared
-from hfopt.estimate.session import Session, Tracer
 from hfopt.estimate.timeline import FREED, combine
-from hfopt.estimate.trainer_step import trainer_script
 from hfopt.schema import LengthSpread, StepSettings, Workload
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.preparation import prepared
+from hfopt.trace.session import Session, Tracer
+from hfopt.trace.trainer_step import trainer_script
 
 LONGEST, BATCH = 64, 5
 SPREAD = LengthSpread(longest=LONGEST, lengths=(16, 32, 40, 56, 64))

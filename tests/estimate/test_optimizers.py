@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.estimate.optimizers import make_optimizer, parameter_groups
+from hfopt.trace.optimizers import make_optimizer, parameter_groups
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
 

@@ -13,8 +13,8 @@ from versions import needs_graded_checkpointing
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import estimate
-from hfopt.estimate.preparation import prepared
 from hfopt.schema import Checkpointing, StepSettings, Workload
+from hfopt.trace.preparation import prepared
 
 Make = Callable[..., Workload]
 EACH_SECOND = StepSettings(checkpointing=Checkpointing(every_n_layers=2))

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.kernels import Kernels
 from hfopt.estimate.memory import estimate
-from hfopt.estimate.preparation import prepared
 from hfopt.estimate.repetition import ThirdStep
-from hfopt.estimate.session import Tracer
 from hfopt.estimate.timeline import FREED, alone
-from hfopt.estimate.trainer_step import trainer_script
 from hfopt.schema import StepSettings, Workload
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.preparation import prepared
+from hfopt.trace.session import Tracer
+from hfopt.trace.trainer_step import trainer_script
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from hfopt.errors import TraceError
 from hfopt.estimate.memory import Estimate, estimate
-from hfopt.estimate.ranks.fsdp import has_fake_collectives
-from hfopt.estimate.ranks.loops import bucket_sizes
-from hfopt.estimate.ranks.world import fake_world
-from hfopt.estimate.ranks.zero import in_compute_dtype
-from hfopt.estimate.ranks.zero_linear import inputs_kept
 from hfopt.schema import BatchShape, Sharding, StepSettings, Workload, ZeroSizes
+from hfopt.trace.fsdp import has_fake_collectives
+from hfopt.trace.loops import bucket_sizes
+from hfopt.trace.world import fake_world
+from hfopt.trace.zero import in_compute_dtype
+from hfopt.trace.zero_linear import inputs_kept
 from hfopt.units import MIB
 
 WORLD = 4
@@ -85,7 +85,7 @@ def fsdp(**options: Any) -> Sharding:
 
 
 def test_a_torch_that_cannot_gather_fake_shards_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfopt.estimate.ranks.fsdp.has_fake_collectives", lambda: False)
+    monkeypatch.setattr("hfopt.trace.fsdp.has_fake_collectives", lambda: False)
     with pytest.raises(TraceError, match=r"FSDP2 cannot shard .*: torch \S+ has no collectives for fake tensors"):
         traced(fsdp())
 
@@ -261,7 +261,7 @@ def test_a_process_group_that_is_up_is_put_back() -> None:
 
 
 def test_what_torch_says_of_the_units_is_told_as_the_engines_own() -> None:
-    from hfopt.estimate.ranks.fsdp import refusal
+    from hfopt.trace.fsdp import refusal
 
     shared = TraceError("the model cannot be traced: aten::add in the model: Parameter 'a' is shared")
     shared.__cause__ = ValueError("Parameter 'a' is shared with a parameter already managed by another FSDP group. Do this")

@@ -14,13 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfopt.errors import TraceError
-from hfopt.estimate.cuda_rules import cuda_rules
-from hfopt.estimate.fast_fake import FastFake
-from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.modules import ModuleNames
-from hfopt.estimate.trace import CostFunction, Recorder, Trace
-from hfopt.estimate.values import Values, attach
 from hfopt.quiet import quietly
+from hfopt.trace.cuda_rules import cuda_rules
+from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.modules import ModuleNames
+from hfopt.trace.trace import CostFunction, Recorder, Trace
+from hfopt.trace.values import Values, attach
 
 Script = Callable[["Session"], None]
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -11,8 +11,8 @@ import torch
 import torch.cpu
 from torch.distributed.tensor import DTensor
 
-from hfopt.estimate.ranks.fsdp import local, resizes_seen
-from hfopt.estimate.trace import Category, Recorder
+from hfopt.trace.fsdp import local, resizes_seen
+from hfopt.trace.trace import Category, Recorder
 
 
 class ShardRecorder(Recorder):

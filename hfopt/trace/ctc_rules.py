@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfopt.estimate.formulas import constant
-from hfopt.estimate.kernels import Kernels, Step
-from hfopt.estimate.values import twin
+from hfopt.trace.formulas import constant
+from hfopt.trace.kernels import Kernels, Step
+from hfopt.trace.values import twin
 
 aten = torch.ops.aten
 _FORWARD = (aten._ctc_loss.default, aten._ctc_loss.Tensor)

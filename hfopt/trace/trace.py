@@ -19,12 +19,12 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.estimate.ctc_rules import CTC, ctc_output
-from hfopt.estimate.fast_fake import FastFake
-from hfopt.estimate.formulas import Formula
-from hfopt.estimate.inner_temporaries import order_on_cuda
-from hfopt.estimate.kernels import Kept, Kernels, Sized
-from hfopt.estimate.values import Values
+from hfopt.trace.ctc_rules import CTC, ctc_output
+from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.formulas import Formula
+from hfopt.trace.inner_temporaries import order_on_cuda
+from hfopt.trace.kernels import Kept, Kernels, Sized
+from hfopt.trace.values import Values
 
 Phase = Literal["load", "forward", "backward", "optimizer", "evaluation"]
 Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "inputs", "temporaries"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.estimate.bitsandbytes_states import BitsAndBytes, is_bitsandbytes
+from hfopt.trace.bitsandbytes_states import BitsAndBytes, is_bitsandbytes
 
 _FOREACH = {"adamw_torch": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD}
 _LR = 5e-5

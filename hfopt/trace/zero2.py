@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.optimizers import parameter_groups
-from hfopt.estimate.ranks.zero import REDUCTION_STREAM, ZeroLoop
-from hfopt.estimate.ranks.zero_layout import Layout
+from hfopt.trace.optimizers import parameter_groups
+from hfopt.trace.zero import REDUCTION_STREAM, ZeroLoop
+from hfopt.trace.zero_layout import Layout
 
 
 class Zero2Loop(ZeroLoop):

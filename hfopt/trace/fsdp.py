@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.estimate.ranks.world import MESH_NAME
 from hfopt.schema import Precision, Sharding
+from hfopt.trace.world import MESH_NAME
 
 _MIXED = ("bf16", "fp16")
 

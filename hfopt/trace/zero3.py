@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.ranks.zero import REDUCTION_STREAM, ZeroLoop
-from hfopt.estimate.ranks.zero_gather import Gathering
-from hfopt.estimate.ranks.zero_linear import inputs_kept
+from hfopt.trace.zero import REDUCTION_STREAM, ZeroLoop
+from hfopt.trace.zero_gather import Gathering
+from hfopt.trace.zero_linear import inputs_kept
 
 SUB_GROUP_ELEMENTS = 1_000_000_000  # zero_optimization.sub_group_size
 

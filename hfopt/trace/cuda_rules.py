@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.attention_rules import Attention
-from hfopt.estimate.autocast_rules import install_cuda_lists
+from hfopt.trace.attention_rules import Attention
+from hfopt.trace.autocast_rules import install_cuda_lists
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from hfopt.estimate.formulas import Formula, constant
 from hfopt.torch_version import installed_torch
+from hfopt.trace.formulas import Formula, constant
 from hfopt.units import KIB, MIB
 
 if TYPE_CHECKING:

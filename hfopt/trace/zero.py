@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.optimizers import make_optimizer, parameter_groups
-from hfopt.estimate.trainer_step import TrainerLoop
 from hfopt.schema import Precision
+from hfopt.trace.optimizers import make_optimizer, parameter_groups
+from hfopt.trace.trainer_step import TrainerLoop
 
 REDUCTION_STREAM = 1  # with overlap_comm, what is made while reducing belongs to a stream of its own
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from hfopt.estimate.attention_temporaries import efficient_backward, efficient_forward, flash_backward
-from hfopt.estimate.ctc_rules import ctc_backward, ctc_forward
-from hfopt.estimate.formulas import Formula, constant
-from hfopt.estimate.kernels import Kernels, Sized, Step
+from hfopt.trace.attention_temporaries import efficient_backward, efficient_forward, flash_backward
+from hfopt.trace.ctc_rules import ctc_backward, ctc_forward
+from hfopt.trace.formulas import Formula, constant
+from hfopt.trace.kernels import Kernels, Sized, Step
 
 aten = torch.ops.aten
 Rule: TypeAlias = Callable[[Kernels, Sequence[Any], dict[str, Any], Any], list[Step]]

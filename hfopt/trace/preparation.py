@@ -25,7 +25,7 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
         _set_cache(model)
         _set_checkpointing(model, settings)
         if settings.fused_loss:
-            from hfopt.estimate.fused_loss import fuse_loss
+            from hfopt.trace.fused_loss import fuse_loss
 
             if not fuse_loss(model):
                 raise TraceError(f"the head of {type(model).__name__} is not one that liger's fused loss can take over")

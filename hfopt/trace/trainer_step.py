@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.optimizers import make_optimizer
-from hfopt.estimate.session import Session
 from hfopt.schema import StepSettings
+from hfopt.trace.optimizers import make_optimizer
+from hfopt.trace.session import Session
 
 _AUTOCAST_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,7 +34,7 @@ def loop_class(settings: StepSettings) -> type[TrainerLoop]:
     """The loop of one device, or of one rank of several."""
     if settings.sharding is None:
         return TrainerLoop
-    from hfopt.estimate.ranks.loops import LOOPS
+    from hfopt.trace.loops import LOOPS
 
     return LOOPS[settings.sharding.engine]
 

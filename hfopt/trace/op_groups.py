@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hfopt.schema import OpCost
 
 if TYPE_CHECKING:
-    from hfopt.estimate.op_costs import Cost
-    from hfopt.estimate.trace import Trace
+    from hfopt.trace.op_costs import Cost
+    from hfopt.trace.trace import Trace
 
 
 def grouped(first: Trace, second: Trace) -> tuple[OpCost, ...]:

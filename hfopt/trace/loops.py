@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.optimizers import make_optimizer, parameter_groups
-from hfopt.estimate.ranks.fsdp import local
-from hfopt.estimate.ranks.zero2 import Zero2Loop
-from hfopt.estimate.ranks.zero3 import Zero3Loop
-from hfopt.estimate.trainer_step import TrainerLoop
+from hfopt.trace.fsdp import local
+from hfopt.trace.optimizers import make_optimizer, parameter_groups
+from hfopt.trace.trainer_step import TrainerLoop
+from hfopt.trace.zero2 import Zero2Loop
+from hfopt.trace.zero3 import Zero3Loop
 from hfopt.units import MIB
 
 FIRST_BUCKET_BYTES = 1 * MIB  # dist._DEFAULT_FIRST_BUCKET_BYTES

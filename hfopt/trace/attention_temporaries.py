@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.formulas import constant, round_up
-from hfopt.estimate.kernels import Kernels, Step
+from hfopt.trace.formulas import constant, round_up
+from hfopt.trace.kernels import Kernels, Step
 
 _HALF = (torch.float16, torch.bfloat16)
 

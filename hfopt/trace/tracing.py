@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from hfopt.errors import TraceError
-from hfopt.estimate.kernels import Kernels
-from hfopt.estimate.op_costs import cost
-from hfopt.estimate.preparation import prepared
-from hfopt.estimate.session import Tracer
-from hfopt.estimate.trace import Recorder
-from hfopt.estimate.trainer_step import trainer_script
 from hfopt.schema import StepSettings, Workload
+from hfopt.trace.kernels import Kernels
+from hfopt.trace.op_costs import cost
+from hfopt.trace.preparation import prepared
+from hfopt.trace.session import Tracer
+from hfopt.trace.trace import Recorder
+from hfopt.trace.trainer_step import trainer_script
 
 WARM_UP_BATCH = 1
 
@@ -27,13 +27,13 @@ def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
     on_host = sharding is not None and (engine in ("zero2", "zero3") or (engine == "fsdp2" and sharding.offload_parameters))
     with ExitStack() as world:
         if engine in ("zero2", "zero3"):
-            from hfopt.estimate.ranks.zero import in_compute_dtype
+            from hfopt.trace.zero import in_compute_dtype
 
             build = in_compute_dtype(build, settings.precision, made_in_parts=engine == "zero3")
         elif sharding is not None and engine == "fsdp2":
-            from hfopt.estimate.ranks.fsdp import fully_sharded, refusal
-            from hfopt.estimate.ranks.recorder import ShardRecorder
-            from hfopt.estimate.ranks.world import fake_world
+            from hfopt.trace.fsdp import fully_sharded, refusal
+            from hfopt.trace.recorder import ShardRecorder
+            from hfopt.trace.world import fake_world
 
             recorder = ShardRecorder
             build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))

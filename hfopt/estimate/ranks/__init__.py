@@ -1,1 +1,0 @@
-"""One rank of several: what a data-parallel rank allocates under DistributedDataParallel, FSDP2 and ZeRO."""

@@ -1,0 +1,1 @@
+"""One training step on fake tensors: every allocation, free and kernel, recorded in order."""
