@@ -22,13 +22,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfopt.errors import TraceError
-from hfopt.estimate.allocator import CachingAllocator
-from hfopt.estimate.allocator_options import AllocatorOptions
-from hfopt.estimate.context import LOADED_KERNELS_BYTES, context_bytes
-from hfopt.estimate.curve import MemoryCurve, Replay, replay_events
-from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
-from hfopt.estimate.memory import TRACED_BATCHES
-from hfopt.estimate.timeline import Timeline, combine
+from hfopt.memory.allocator import CachingAllocator
+from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.context import LOADED_KERNELS_BYTES, context_bytes
+from hfopt.memory.curve import MemoryCurve, Replay, replay_events
+from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.memory.memory import TRACED_BATCHES
+from hfopt.memory.timeline import Timeline, combine
 from hfopt.model.table import architectures
 from hfopt.schema import LengthSpread
 from hfopt.trace.kernels import Kernels

@@ -36,9 +36,9 @@ _SEARCH = "tests/search"
 _EDIT = ("tests/config/test_edit.py", "tests/config/test_checks.py", "tests/config/test_edit_properties.py")
 TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mutants do not get past them
     "hfopt/runtime/replan.py": ("tests/runtime/test_replan.py",),
-    "hfopt/estimate/allocator.py": ("tests/estimate/test_allocator.py",),
-    "hfopt/estimate/blocks.py": ("tests/estimate/test_allocator.py",),
-    "hfopt/estimate/expandable.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/memory/blocks.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/memory/expandable.py": ("tests/estimate/test_allocator.py",),
     "hfopt/config/edit.py": _EDIT,
     "hfopt/config/splices.py": _EDIT,
     "hfopt/config/operations.py": _EDIT,

@@ -35,9 +35,9 @@ import yaml
 from forked_runs import ForkedRuns
 
 from hfopt.errors import HfoptError, NothingFits
-from hfopt.estimate.context import context_bytes
-from hfopt.estimate.memory import estimate
 from hfopt.hardware.detect import named
+from hfopt.memory.context import context_bytes
+from hfopt.memory.memory import estimate
 from hfopt.planner import Plan, plan
 from hfopt.planner.ahead import Estimator
 from hfopt.schema import Candidate

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.memory import estimate
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.memory import estimate
 from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 from hfopt.units import MIB

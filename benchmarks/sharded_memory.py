@@ -24,8 +24,8 @@ from typing import Any
 
 from hfopt.config.engine import sharding_of
 from hfopt.config.step import step_settings
-from hfopt.estimate.memory import estimate
 from hfopt.hardware.catalog import find
+from hfopt.memory.memory import estimate
 from hfopt.model.model import from_spec
 from hfopt.planner.engines import BOTH_BACKENDS, deepspeed_config, named_engine
 from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings

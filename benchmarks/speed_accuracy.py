@@ -24,9 +24,9 @@ from typing import Any
 from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.errors import HfoptError
-from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks, StepTimer
+from hfopt.memory.memory import estimate
 from hfopt.schema import BatchShape, OpCost, Workload
 
 DATA = Path(__file__).parent / "data" / "published_speed.csv"

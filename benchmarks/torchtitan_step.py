@@ -15,10 +15,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hfopt.estimate.allocator_options import AllocatorOptions
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.depth import DEEP, SHALLOW, DepthCurve, share_of
-from hfopt.estimate.timeline import alone
+from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.depth import DEEP, SHALLOW, DepthCurve, share_of
+from hfopt.memory.timeline import alone
 from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
 from hfopt.trace.fsdp import local

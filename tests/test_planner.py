@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from hfopt.errors import ConfigError, NothingFits
-from hfopt.estimate.curve import MemoryCurve, Replay
-from hfopt.estimate.memory import Estimate, estimate
+from hfopt.memory.curve import MemoryCurve, Replay
+from hfopt.memory.memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import from_file

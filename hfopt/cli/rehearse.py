@@ -42,8 +42,8 @@ def rehearse(
       hfopt rehearse --gpu 3090 --vram 20GiB --steps 5 --json -- python train.py
     """
     from hfopt.errors import HardwareError
-    from hfopt.estimate.context import context_bytes
     from hfopt.hardware.detect import named
+    from hfopt.memory.context import context_bytes
     from hfopt.units import parse_bytes
     from hfopt.verify.rehearsal import rehearse as run
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hfopt.estimate.breakdown import live_over_time
-from hfopt.estimate.curve import MemoryCurve
+from hfopt.memory.breakdown import live_over_time
+from hfopt.memory.curve import MemoryCurve
 from hfopt.planner.pricing import Pricing
 from hfopt.schema import BatchPoint, Candidate, Checkpointing, Gpu, PlanCharts, TimelinePoint
 from hfopt.search.space import Space, divisors

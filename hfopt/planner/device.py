@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass, replace
 
 from hfopt.config.step import step_settings
-from hfopt.estimate.memory import estimate
 from hfopt.estimate.speed import Speed, speed_of
 from hfopt.estimate.step_time import Ranks
 from hfopt.hardware import catalog
+from hfopt.memory.memory import estimate
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.memory import Estimate
 from hfopt.estimate.speed import Speed
 from hfopt.estimate.step_time import Ranks, StepTimer
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.memory import Estimate
 from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 

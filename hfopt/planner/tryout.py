@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hfopt.errors import VirtualGpuError
-from hfopt.estimate.context import context_bytes
+from hfopt.memory.context import context_bytes
 from hfopt.planner.request import Progress
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, Hardware, TrainJob, Trial
 from hfopt.verify.arguments import Extent

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from hfopt.estimate.allocator import CachingAllocator
-from hfopt.estimate.curve import replay_events
-from hfopt.estimate.memory import estimate
+from hfopt.memory.allocator import CachingAllocator
+from hfopt.memory.curve import replay_events
+from hfopt.memory.memory import estimate
 from hfopt.schema import Gpu, LengthSpread, StepSettings, Workload
 from hfopt.units import GIB
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.estimate.memory import Estimate, estimate
+from hfopt.memory.memory import Estimate, estimate
 from hfopt.schema import StepSettings, Workload
 
 FRAMES, BATCH = 49, 8

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.timeline import Timeline
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.timeline import Timeline
 from hfopt.trace.trace import Where
 from hfopt.units import MIB
 

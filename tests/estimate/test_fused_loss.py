@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import TraceError
-from hfopt.estimate.memory import Estimate, estimate
+from hfopt.memory.memory import Estimate, estimate
 from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 

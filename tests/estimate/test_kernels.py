@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.estimate.context import context_bytes
+from hfopt.memory.context import context_bytes
 from hfopt.trace.formulas import Formula
 from hfopt.trace.kernels import Kept, Kernels
 from hfopt.units import KIB, MIB

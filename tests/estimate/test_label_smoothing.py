@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.estimate.memory import estimate
+from hfopt.memory.memory import estimate
 from hfopt.model.model import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
 

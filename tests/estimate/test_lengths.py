@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from hfopt.estimate.allocator import CachingAllocator
-from hfopt.estimate.lengths import drawn_lengths, growth, shortened, shorter_length, varying
-from hfopt.estimate.memory import estimate
-from hfopt.estimate.timeline import FREED, combine
+from hfopt.memory.allocator import CachingAllocator
+from hfopt.memory.lengths import drawn_lengths, growth, shortened, shorter_length, varying
+from hfopt.memory.memory import estimate
+from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
 from hfopt.trace.kernels import Kernels
 from hfopt.trace.preparation import prepared

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.memory import estimate
-from hfopt.estimate.repetition import ThirdStep
-from hfopt.estimate.timeline import FREED, alone
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.memory import estimate
+from hfopt.memory.repetition import ThirdStep
+from hfopt.memory.timeline import FREED, alone
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.kernels import Kernels
 from hfopt.trace.preparation import prepared

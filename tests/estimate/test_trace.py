@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.estimate.evaluation import Evaluation, evaluation_curve
-from hfopt.estimate.memory import estimate
+from hfopt.memory.evaluation import Evaluation, evaluation_curve
+from hfopt.memory.memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 Make = Callable[..., Workload]

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hfopt.estimate.memory import Estimate, estimate
 from hfopt.hardware import catalog
+from hfopt.memory.memory import Estimate, estimate
 from hfopt.model.model import from_spec
 from hfopt.planner import Plan, Request, plan
 from hfopt.schema import DataSpec, ModelSpec, StepSettings, Workload

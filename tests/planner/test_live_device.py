@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.estimate.context import context_bytes
+from hfopt.memory.context import context_bytes
 from hfopt.planner import live_device
 from hfopt.planner.attached import trial_steps
 from hfopt.planner.live_device import live_hardware

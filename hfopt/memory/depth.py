@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hfopt.estimate.allocator_options import AllocatorOptions
-from hfopt.estimate.curve import MemoryCurve, Replay
-from hfopt.estimate.envelope import running_lines
+from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.curve import MemoryCurve, Replay
+from hfopt.memory.envelope import running_lines
 from hfopt.schema import Breakdown, MemoryPeak, OpCost, Workload
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hfopt.estimate.timeline import Timeline
+    from hfopt.memory.timeline import Timeline
 
 SHALLOW, DEEP = 4, 8
 LEAST_LAYERS = 20  # below, both depths together would hardly cost less than the model itself

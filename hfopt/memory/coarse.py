@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfopt.estimate.breakdown import KINDS
-from hfopt.estimate.timeline import Timeline
+from hfopt.memory.breakdown import KINDS
+from hfopt.memory.timeline import Timeline
 from hfopt.schema import MemoryPeak
 
 if TYPE_CHECKING:

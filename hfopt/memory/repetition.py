@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from hfopt.estimate.timeline import FREED, Timeline
+from hfopt.memory.timeline import FREED, Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hfopt.errors import TraceError
-from hfopt.estimate.allocator_options import parse_alloc_conf
-from hfopt.estimate.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
-from hfopt.estimate.context import context_bytes
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.lengths import VaryingLengths, shortened, shorter_length, varying
-from hfopt.estimate.timeline import Timeline, alone, combine
+from hfopt.memory.allocator_options import parse_alloc_conf
+from hfopt.memory.coarse import COARSE_BATCH, COARSE_NOTE, coarse_timeline
+from hfopt.memory.context import context_bytes
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.memory.timeline import Timeline, alone, combine
 from hfopt.schema import LengthSpread, OpCost, StepSettings, Workload
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Estimate:
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
     """The curve over all batch sizes; a sharded step of many equal blocks is traced with fewer of them."""
-    from hfopt.estimate.depth import DepthCurve, deeper_ops, share_of, traced_depths
+    from hfopt.memory.depth import DepthCurve, deeper_ops, share_of, traced_depths
 
     depths = traced_depths(workload) if settings.sharding is not None and settings.sharding.engine != "ddp" else None
     if depths is None:

@@ -6,7 +6,7 @@ here; PyTorch reserves those of 1 1/8 cards and begins another segment after the
 
 from __future__ import annotations
 
-from hfopt.estimate.blocks import LARGE_SEGMENT, SMALL_SEGMENT, Block, Blocks
+from hfopt.memory.blocks import LARGE_SEGMENT, SMALL_SEGMENT, Block, Blocks
 
 _ENDLESS = LARGE_SEGMENT << 30
 

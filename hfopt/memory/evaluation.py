@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from hfopt.estimate.allocator_options import parse_alloc_conf
-from hfopt.estimate.context import context_bytes
-from hfopt.estimate.curve import MemoryCurve
-from hfopt.estimate.memory import TRACED_BATCHES
-from hfopt.estimate.timeline import combine
+from hfopt.memory.allocator_options import parse_alloc_conf
+from hfopt.memory.context import context_bytes
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.memory import TRACED_BATCHES
+from hfopt.memory.timeline import combine
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.kernels import Kernels
 from hfopt.trace.preparation import prepared

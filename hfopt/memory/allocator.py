@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 
-from hfopt.estimate.allocator_options import AllocatorOptions
-from hfopt.estimate.blocks import LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT, Block, Blocks
-from hfopt.estimate.expandable import ExpandableSegments
+from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.blocks import LARGE_SEGMENT, MIN_BLOCK, SMALL_SEGMENT, Block, Blocks
+from hfopt.memory.expandable import ExpandableSegments
 from hfopt.units import MIB
 
 # c10/core/AllocatorConfig.h and c10/cuda/CUDACachingAllocator.cpp

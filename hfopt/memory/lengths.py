@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from hfopt.estimate.repetition import Repetition
-from hfopt.estimate.timeline import FREED, Timeline, require_same_events
+from hfopt.memory.repetition import Repetition
+from hfopt.memory.timeline import FREED, Timeline, require_same_events
 from hfopt.trace.formulas import FORMULAS
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hfopt.estimate.timeline import Timeline
+from hfopt.memory.timeline import Timeline
 
 if TYPE_CHECKING:
     import numpy as np

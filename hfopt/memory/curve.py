@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
-from hfopt.estimate.allocator import CachingAllocator, OutOfMemory
-from hfopt.estimate.allocator_options import AllocatorOptions
-from hfopt.estimate.envelope import running_lines, upper_envelope
-from hfopt.estimate.lengths import VaryingLengths
-from hfopt.estimate.repetition import ThirdStep
-from hfopt.estimate.timeline import FREED, Timeline
+from hfopt.memory.allocator import CachingAllocator, OutOfMemory
+from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.envelope import running_lines, upper_envelope
+from hfopt.memory.lengths import VaryingLengths
+from hfopt.memory.repetition import ThirdStep
+from hfopt.memory.timeline import FREED, Timeline
 from hfopt.schema import Breakdown, MemoryPeak
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class MemoryCurve:
 
     def _breakdown(self, batch: int, replay: Replay) -> Breakdown:
         """Requested bytes of what is live at the peak, by kind; rounding and unused cache are the fragmentation, so that all adds up."""
-        from hfopt.estimate.breakdown import live_bytes
+        from hfopt.memory.breakdown import live_bytes
 
         live = live_bytes(self.timeline, batch, replay.peak_event)
         return Breakdown(
