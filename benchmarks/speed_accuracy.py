@@ -24,10 +24,10 @@ from typing import Any
 from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.errors import HfoptError
-from hfopt.estimate.speed import Speed, speed_of
-from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.memory.memory import estimate
 from hfopt.schema import BatchShape, OpCost, Workload
+from hfopt.speed.speed import Speed, speed_of
+from hfopt.speed.step_time import Ranks, StepTimer
 
 DATA = Path(__file__).parent / "data" / "published_speed.csv"
 CLEARLY = 1.10  # pairs further apart than this must be in the right order

@@ -6,8 +6,6 @@ import os
 from dataclasses import dataclass, replace
 
 from hfopt.config.step import step_settings
-from hfopt.estimate.speed import Speed, speed_of
-from hfopt.estimate.step_time import Ranks
 from hfopt.hardware import catalog
 from hfopt.memory.memory import estimate
 from hfopt.planner.ahead import Estimator
@@ -16,6 +14,8 @@ from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.world import link_of, world_of
 from hfopt.schema import Gpu, StepSettings, Workload
 from hfopt.search.feasible import budget_bytes
+from hfopt.speed.speed import Speed, speed_of
+from hfopt.speed.step_time import Ranks
 
 CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
 
@@ -68,7 +68,7 @@ def device_of(subject: Subject, request: Request) -> Device:
     gpu = hardware.smallest
     notes = list(hardware.notes)
     if gpu is None:
-        from hfopt.estimate.cpu_speed import cpu_speed
+        from hfopt.speed.cpu_speed import cpu_speed
 
         speed, free = cpu_speed(), hardware.host.ram_free_bytes
         notes.append("speeds are those of this CPU, measured now")

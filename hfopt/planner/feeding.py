@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hfopt.estimate.loader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
 from hfopt.planner.request import Subject
 from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
+from hfopt.speed.loader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
 
 KEYS = {
     "workers": "dataloader_num_workers",

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hfopt.estimate.speed import Speed
-from hfopt.estimate.step_time import Ranks, StepTimer
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.memory import Estimate
 from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
+from hfopt.speed.speed import Speed
+from hfopt.speed.step_time import Ranks, StepTimer
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
 SMALL_SHARE = 0.02

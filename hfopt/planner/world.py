@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from hfopt.config.engine import sharding_of
 from hfopt.config.step import precision_of
-from hfopt.estimate.step_time import Ranks
 from hfopt.planner.request import Subject
 from hfopt.schema import Hardware, Sharding
+from hfopt.speed.step_time import Ranks
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.estimate.speed import Speed, architecture, speed_of, table
-from hfopt.estimate.step_time import Ranks, StepTimer, step_time
 from hfopt.schema import Gpu, OpCost
+from hfopt.speed.speed import Speed, architecture, speed_of, table
+from hfopt.speed.step_time import Ranks, StepTimer, step_time
 
 A100 = Gpu(
     name="A100",

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from hfopt.estimate.step_time import Ranks
 from hfopt.planner.pricing import Pricing
 from hfopt.schema import BatchShape, Candidate, StepSettings, Workload
+from hfopt.speed.step_time import Ranks
 from hfopt.units import GIB
 
 ACCUMULATED = Candidate(per_device_batch=2, accumulation=4, precision="bf16")

@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from hfopt.estimate.speed import Speed
 from hfopt.schema import OpCost, Precision, StepTime
+from hfopt.speed.speed import Speed
 
 Floats = Any  # a numpy array of float64
 PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "backward", "optimizer")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from hfopt.estimate.speed import HostCost, Speed
+from hfopt.speed.speed import HostCost, Speed
 
 REPEATS = 5
 
