@@ -45,12 +45,12 @@ TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mu
     "hfopt/config/style.py": _EDIT,
     "hfopt/config/render.py": _EDIT,
     "hfopt/config/comments.py": _EDIT,
-    "hfopt/search/space.py": ("tests/search/test_space.py", _SEARCH),
-    "hfopt/search/rank.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
-    "hfopt/search/feasible.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
-    "hfopt/search/precision.py": ("tests/search/test_precision.py", _SEARCH),
-    "hfopt/search/changes.py": ("tests/search/test_changes.py", _SEARCH),
-    "hfopt/search/best.py": ("tests/search/test_best.py", _SEARCH),
+    "hfopt/planner/space.py": ("tests/search/test_space.py", _SEARCH),
+    "hfopt/planner/rank.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
+    "hfopt/planner/feasible.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
+    "hfopt/planner/precision.py": ("tests/search/test_precision.py", _SEARCH),
+    "hfopt/planner/changes.py": ("tests/search/test_changes.py", _SEARCH),
+    "hfopt/planner/best.py": ("tests/search/test_best.py", _SEARCH),
 }
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.search.changes import PRECISION_KEYS
+from hfopt.planner.changes import PRECISION_KEYS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md")]

@@ -17,6 +17,7 @@ from typing import Any
 
 from hfopt.facts.installed import installed
 from hfopt.planner.ahead import Estimator
+from hfopt.planner.best import Found, best_first
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclude import Course, concluded
 from hfopt.planner.confirm import confirmed
@@ -27,10 +28,9 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
+from hfopt.planner.space import Space, candidates
 from hfopt.planner.tryout import Tryout
 from hfopt.schema import Candidate, Neutrality, Rejection, Trial
-from hfopt.search.best import Found, best_first
-from hfopt.search.space import Space, candidates
 
 
 def plan(

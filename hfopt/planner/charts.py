@@ -12,8 +12,8 @@ from dataclasses import replace
 from hfopt.memory.breakdown import live_over_time
 from hfopt.memory.curve import MemoryCurve
 from hfopt.planner.pricing import Pricing
+from hfopt.planner.space import Space, divisors
 from hfopt.schema import BatchPoint, Candidate, Checkpointing, Gpu, PlanCharts, TimelinePoint
-from hfopt.search.space import Space, divisors
 
 MOMENTS = 240
 BEYOND = 4  # times the effective batch that the curves go on where memory allows, to show what is left unused

@@ -8,13 +8,13 @@ from typing import Any
 from hfopt.config.step import checkpointing_of, default_optim, precision_of
 from hfopt.facts.installed import installed
 from hfopt.planner.batch_rules import batch_rule
+from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.device import Device
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
+from hfopt.planner.precision import NumericFacts, Precisions, precisions
 from hfopt.planner.request import Request, Subject
+from hfopt.planner.space import Space, checkpointing_choices
 from hfopt.schema import Candidate, Checkpointing, TrainJob
-from hfopt.search.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
-from hfopt.search.precision import NumericFacts, Precisions, precisions
-from hfopt.search.space import Space, checkpointing_choices
 
 FUSED = "adamw_torch_fused"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from hfopt.facts.installed import installed
 from hfopt.planner.advice import advice
 from hfopt.planner.batch_rules import batch_rule
+from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.charts import charts
 from hfopt.planner.choices import defaults
 from hfopt.planner.confirm import Confirmed
@@ -16,13 +17,12 @@ from hfopt.planner.evaluation import eval_batch
 from hfopt.planner.feeding import Feeding
 from hfopt.planner.generation import check_generation
 from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
+from hfopt.planner.precision import Precisions
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
+from hfopt.planner.space import Space
 from hfopt.schema import Candidate, Change, Chosen, LoaderPlan, MemoryPeak, Neutrality, PlanCharts, PlanFacts, Priced
-from hfopt.search.changes import Outcome, Setting, changes
-from hfopt.search.precision import Precisions
-from hfopt.search.space import Space
 
 ALTERNATIVES = 24
 

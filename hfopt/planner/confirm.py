@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from hfopt.errors import NothingFits
+from hfopt.planner.best import Found
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.trials import Run, Tried, timed, tried
 from hfopt.schema import Candidate, Correction, StepTime
-from hfopt.search.best import Found
 
 CLOSE_ENOUGH = 0.01  # an estimate this near to the measurement stands: the next limit would move by less than headroom is for
 MOST_ROUNDS = 2

@@ -9,11 +9,11 @@ from hfopt.config.step import step_settings
 from hfopt.hardware import catalog
 from hfopt.memory.memory import estimate
 from hfopt.planner.ahead import Estimator
+from hfopt.planner.feasible import budget_bytes
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.world import link_of, world_of
 from hfopt.schema import Gpu, StepSettings, Workload
-from hfopt.search.feasible import budget_bytes
 from hfopt.speed.speed import Speed, speed_of
 from hfopt.speed.step_time import Ranks
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.search.changes import PRECISION_KEYS
+from hfopt.planner.changes import PRECISION_KEYS
 
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 Kind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits
+from hfopt.planner.best import Found
 from hfopt.planner.confirm import confirmed
 from hfopt.schema import Candidate, Correction, MemoryPeak, StepTime, Trial
-from hfopt.search.best import Found
 
 BATCHES = (64, 32, 16, 8)
 

@@ -19,8 +19,8 @@ from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.feeding import Feeding
 from hfopt.planner.live import from_live
 from hfopt.planner.request import Request, Subject
+from hfopt.planner.space import Space, micro_batches
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
-from hfopt.search.space import Space, micro_batches
 
 QUIET = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 SHAPE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfopt.planner.best import best_first
+from hfopt.planner.rank import TIE
+from hfopt.planner.space import Space, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
-from hfopt.search.best import best_first
-from hfopt.search.rank import TIE
-from hfopt.search.space import Space, candidates
 
 Group = tuple[str, int]
 

@@ -9,8 +9,8 @@ import pytest
 from versions import BEFORE_5
 
 from hfopt.config.step import checkpointing_of, precision_of
+from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
-from hfopt.search.changes import Outcome, Setting, changes
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,

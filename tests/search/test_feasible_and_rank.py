@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hfopt.planner.feasible import budget_bytes, split
+from hfopt.planner.rank import TIE, rank
+from hfopt.planner.space import Space, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
-from hfopt.search.feasible import budget_bytes, split
-from hfopt.search.rank import TIE, rank
-from hfopt.search.space import Space, candidates
 
 
 def step(seconds: float) -> StepTime:

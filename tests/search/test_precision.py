@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hfopt.planner.precision import NumericFacts, precisions
 from hfopt.schema import Gpu, Precision
-from hfopt.search.precision import NumericFacts, precisions
 
 BERT = NumericFacts(family="BertForSequenceClassification")
 T5 = NumericFacts(family="T5ForConditionalGeneration")

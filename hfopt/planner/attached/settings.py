@@ -11,8 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.schema import Change
-from hfopt.search.changes import PRECISION_KEYS
 
 _ATTENTION = "attn_implementation"
 _ENVIRONMENT = "ACCELERATE_MIXED_PRECISION"  # where transformers before 5 leaves the precision for accelerate

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from hfopt.planner.feasible import bound_reason, hole_reason, split
+from hfopt.planner.rank import TIE, rank
 from hfopt.schema import Candidate, Rejection, StepTime
-from hfopt.search.feasible import bound_reason, hole_reason, split
-from hfopt.search.rank import TIE, rank
 
 
 class Models(Protocol):
