@@ -224,7 +224,7 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
             reason="the head ignores the number of items",
         )
 
-    monkeypatch.setattr("hfopt.verify.neutrality.probe", not_neutral)
+    monkeypatch.setattr("hfopt.probe.neutrality.probe", not_neutral)
     path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
     kept = plan(path, Request(gpu=CARD, dry_run=False), estimator=remembered)
     assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hfopt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "marshal.loads"}
-UNPICKLES = {"verify/worker.py"}  # what dryrun.py wrote into a folder that only this user can enter
+UNPICKLES = {"probe/worker.py"}  # what dryrun.py wrote into a folder that only this user can enter
 TOKEN = "hf_" + "Zq7" * 11
 
 
@@ -53,8 +53,8 @@ def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, ca
     """In a rehearsal's verdict, a dry run's, the monitor's one line and our own errors."""
     from hfopt.cli.output import print_error
     from hfopt.errors import HfoptError
+    from hfopt.probe import child, dryrun, rehearsal
     from hfopt.runtime.watch.harmless import Faults
-    from hfopt.verify import child, dryrun, rehearsal
 
     words = f"401 for {TOKEN}"
     ended = child.Ended(returncode=1, reason="exit", wall_s=1.0)

@@ -44,8 +44,8 @@ def rehearse(
     from hfopt.errors import HardwareError
     from hfopt.hardware.detect import named
     from hfopt.memory.context import context_bytes
+    from hfopt.probe.rehearsal import rehearse as run
     from hfopt.units import parse_bytes
-    from hfopt.verify.rehearsal import rehearse as run
 
     try:
         memory_bytes = parse_bytes(vram, default_unit="g") if vram else None

@@ -132,11 +132,11 @@ class Search:
             return
         self._asked = True
         if subject.trainer is not None:  # asked even where it is allowed: the run may be repaired
-            from hfopt.verify.live_neutrality import probe_live
+            from hfopt.probe.live_neutrality import probe_live
 
             self.neutrality = probe_live(subject.trainer) or _unknown(subject)
         elif "accumulation" not in self.request.allow and subject.loaded is not None:
-            from hfopt.verify.neutrality import probe
+            from hfopt.probe.neutrality import probe
 
             self.progress("asking whether batch may be traded for accumulation")
             self.neutrality = probe(subject.job, subject.workload)

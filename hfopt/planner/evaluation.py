@@ -5,8 +5,8 @@ from __future__ import annotations
 from hfopt.planner.choices import defaults
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Subject
+from hfopt.probe.arguments import evaluates
 from hfopt.schema import Candidate
-from hfopt.verify.arguments import evaluates
 
 KEY = "per_device_eval_batch_size"
 

@@ -7,9 +7,9 @@ from typing import Literal
 from hfopt.errors import VirtualGpuError
 from hfopt.memory.context import context_bytes
 from hfopt.planner.request import Progress
+from hfopt.probe.arguments import Extent
+from hfopt.probe.dryrun import Prepared
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, Hardware, TrainJob, Trial
-from hfopt.verify.arguments import Extent
-from hfopt.verify.dryrun import Prepared
 from hfopt.virtual.launch import available
 
 Where = Literal["cuda", "cpu", "virtual"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from hfopt.probe.arguments import Device, training_arguments
 from hfopt.schema import Candidate, Checkpointing, TrainJob
-from hfopt.verify.arguments import Device, training_arguments
 
 CANDIDATE = Candidate(per_device_batch=8, accumulation=4, precision="bf16")
 FIELDS = frozenset(

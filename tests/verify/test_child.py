@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.verify import child, guard
-from hfopt.verify.guard import marked_processes
+from hfopt.probe import child, guard
+from hfopt.probe.guard import marked_processes
 
 FORKS_AND_HANGS = """
 import os, subprocess, sys, time

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
+from hfopt.probe import child, dryrun
+from hfopt.probe.arguments import Extent
+from hfopt.probe.dryrun import Prepared, dry_run
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
 from hfopt.units import GIB, MIB
-from hfopt.verify import child, dryrun
-from hfopt.verify.arguments import Extent
-from hfopt.verify.dryrun import Prepared, dry_run
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
 CARD = Gpu(name="Virtual A10", memory_bytes=2 * GIB, capability=(8, 6), sms=72)
@@ -102,7 +102,7 @@ def _workers(scratch: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if "hfopt.verify.worker" in words and "-I" not in words and any(str(scratch) in word for word in words):
+        if "hfopt.probe.worker" in words and "-I" not in words and any(str(scratch) in word for word in words):
             found.append(int(entry.name))
     return found
 
@@ -142,7 +142,7 @@ def test_a_virtual_run_needs_a_card(tiny_job: TrainJob) -> None:
 def test_the_parent_stays_light() -> None:
     import subprocess
 
-    code = "import sys, hfopt.verify.dryrun, hfopt.verify.rehearsal; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, hfopt.probe.dryrun, hfopt.probe.rehearsal; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

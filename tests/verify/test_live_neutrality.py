@@ -10,8 +10,8 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from versions import BEFORE_5
 
+from hfopt.probe import live_neutrality
 from hfopt.schema import Neutrality
-from hfopt.verify import live_neutrality
 
 SHAPE = {"vocab_size": 500, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
 

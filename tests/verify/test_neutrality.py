@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from hfopt.probe import gradients, neutrality
+from hfopt.probe.neutrality import probe
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
-from hfopt.verify import gradients, neutrality
-from hfopt.verify.neutrality import probe
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from hfopt.errors import VirtualGpuError
+from hfopt.probe import child, rehearsal
+from hfopt.probe.rehearsal import normal_command, rehearse
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
-from hfopt.verify import child, rehearsal
-from hfopt.verify.rehearsal import normal_command, rehearse
 
 TRAINER_SCRIPT = """
 import sys, torch

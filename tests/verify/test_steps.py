@@ -13,11 +13,11 @@ import torch
 import transformers
 
 from hfopt.errors import DryRunError
+from hfopt.probe import meters, steps
+from hfopt.probe.arguments import Extent
+from hfopt.probe.meters import CpuMeter
+from hfopt.probe.steps import Order, measure
 from hfopt.schema import Candidate, ModelSpec, TrainJob
-from hfopt.verify import meters, steps
-from hfopt.verify.arguments import Extent
-from hfopt.verify.meters import CpuMeter
-from hfopt.verify.steps import Order, measure
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
 CODE = """

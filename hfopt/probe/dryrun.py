@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from hfopt.errors import DryRunError
+from hfopt.probe import child
+from hfopt.probe.arguments import Device, Extent
 from hfopt.redact import said
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
-from hfopt.verify import child
-from hfopt.verify.arguments import Device, Extent
 from hfopt.virtual.launch import environment
 
 _LONGEST_S = 3600.0  # a child nobody tells anything ends by itself
@@ -51,7 +51,7 @@ class Prepared:
             self._order = stack.enter_context(_order(job, device, extent or Extent(), self._folder))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
-                command = [sys.executable, "-m", "hfopt.verify.worker", str(self._folder)]
+                command = [sys.executable, "-m", "hfopt.probe.worker", str(self._folder)]
                 self._running = child.start(command, folder=self._folder, timeout_s=_LONGEST_S, env=env, output=output)
             stack.callback(self._running.end)
             self._stack = stack.pop_all()

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import VirtualGpuError
+from hfopt.probe import child
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
-from hfopt.verify import child
 from hfopt.virtual.launch import environment
 
 _ORDER = (

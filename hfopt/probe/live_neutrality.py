@@ -21,8 +21,8 @@ from hfopt.model.copies import copies_of
 from hfopt.model.own_loss import apart, loss_of
 from hfopt.model.samples import readable_samples, same_random_state
 from hfopt.model.trainer import collator_of
+from hfopt.probe.tiny import shrink
 from hfopt.schema import Neutrality
-from hfopt.verify.tiny import shrink
 
 _FAILURES = (WorkloadError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
 """What a loss may raise on fewer samples than it was made for; then there is no answer."""

@@ -1,6 +1,6 @@
 """The child of a dry run: imports and builds what it can, waits for the candidate, and has it measured.
 
-Started by dryrun.py as `python -m hfopt.verify.worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe FOLDER/candidate, and
+Started by dryrun.py as `python -m hfopt.probe.worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe FOLDER/candidate, and
 writes FOLDER/trial.json.
 """
 
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
     with lean_imports():
         spare_scipy()
         spare_datasets()
-        from hfopt.verify import steps
+        from hfopt.probe import steps
 
     order = steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
     try:

@@ -61,7 +61,7 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
 
     from hfopt.model.model import from_spec
     from hfopt.model.sources import find_config
-    from hfopt.verify.tiny import SMALL_IMAGE, has_image_size, shrink
+    from hfopt.probe.tiny import SMALL_IMAGE, has_image_size, shrink
 
     if workload.task == "custom":
         return workload if workload.parameters <= _MOST_CUSTOM_PARAMETERS else None
@@ -86,7 +86,7 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
 
 
 def _answer(small: Workload, workload: Workload, job: TrainJob, version: str) -> Neutrality | None:
-    from hfopt.verify.gradients import gradient_ratio
+    from hfopt.probe.gradients import gradient_ratio
 
     settings = {key: job.args[key] for key in ("label_smoothing_factor",) if key in job.args}
     measured = gradient_ratio(small, samples=_SAMPLES, split=_SPLIT, arguments=settings)

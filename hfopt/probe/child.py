@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from hfopt.errors import DryRunError
-from hfopt.verify import guard
+from hfopt.probe import guard
 
 _STDERR = 2
 

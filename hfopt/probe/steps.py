@@ -16,10 +16,10 @@ from hfopt.errors import DryRunError
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.build import skeleton
 from hfopt.model.model import from_spec
+from hfopt.probe.arguments import Device, Extent, evaluates, training_arguments
+from hfopt.probe.meters import CpuMeter, CudaMeter, StepClock
 from hfopt.reentrant import let_gradients_through
 from hfopt.schema import Candidate, TrainJob, Workload
-from hfopt.verify.arguments import Device, Extent, evaluates, training_arguments
-from hfopt.verify.meters import CpuMeter, CudaMeter, StepClock
 
 _OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")
 

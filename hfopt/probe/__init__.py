@@ -1,0 +1,1 @@
+"""Real steps of the chosen candidate in a child process, and proof that training is unchanged."""

@@ -1,1 +1,0 @@
-"""The promise kept: real steps of the chosen candidate in a child process, and proof that training is unchanged."""
