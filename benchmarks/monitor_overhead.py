@@ -37,15 +37,15 @@ import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hfopt.runtime.monitor import HFGpuMonitor
-from hfopt.runtime.sampler import RING, Sampler
-from hfopt.runtime.watch import session
-from hfopt.runtime.watch.harmless import Faults
-from hfopt.runtime.watch.host import HostReading
-from hfopt.runtime.watch.journal import Journal
-from hfopt.runtime.watch.judge import Judge
-from hfopt.runtime.watch.reporters import find_callers
-from hfopt.runtime.watch.windows import gpu_windows, merge
+from hfopt.monitor import session
+from hfopt.monitor.harmless import Faults
+from hfopt.monitor.host import HostReading
+from hfopt.monitor.journal import Journal
+from hfopt.monitor.judge import Judge
+from hfopt.monitor.monitor import HFGpuMonitor
+from hfopt.monitor.reporters import find_callers
+from hfopt.monitor.sampler import RING, Sampler
+from hfopt.monitor.windows import gpu_windows, merge
 from hfopt.schema import GpuReading, Phases, RunFacts, Window
 
 TARGET_STEP_S = 0.020

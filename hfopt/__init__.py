@@ -9,16 +9,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that an editor knows what the names are
+    from hfopt.monitor.monitor import HFGpuMonitor as HFGpuMonitor
     from hfopt.planner import Plan as Plan
     from hfopt.planner import Request as Request
     from hfopt.planner import plan as plan
     from hfopt.runtime.fallback import protect as protect
-    from hfopt.runtime.monitor import HFGpuMonitor as HFGpuMonitor
 
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
-    "HFGpuMonitor": "hfopt.runtime.monitor",
+    "HFGpuMonitor": "hfopt.monitor.monitor",
     # name -> module that defines it
     "Plan": "hfopt.planner",
     "Request": "hfopt.planner",

@@ -53,8 +53,8 @@ def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, ca
     """In a rehearsal's verdict, a dry run's, the monitor's one line and our own errors."""
     from hfopt.cli.output import print_error
     from hfopt.errors import HfoptError
+    from hfopt.monitor.harmless import Faults
     from hfopt.probe import child, dryrun, rehearsal
-    from hfopt.runtime.watch.harmless import Faults
 
     words = f"401 for {TOKEN}"
     ended = child.Ended(returncode=1, reason="exit", wall_s=1.0)

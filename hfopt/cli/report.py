@@ -12,7 +12,7 @@ import typer
 from hfopt.cli.output import write_out
 
 if TYPE_CHECKING:
-    from hfopt.runtime.watch.history import History
+    from hfopt.monitor.history import History
 
 
 def report(
@@ -32,7 +32,7 @@ def report(
       hfopt report out --html run.html   the same with charts, for a browser
       hfopt report out --json | jq .metrics
     """
-    from hfopt.runtime.watch import history, report_text
+    from hfopt.monitor import history, report_text
 
     first = history.load(run)
     second = history.load(after) if after is not None else None
@@ -50,8 +50,8 @@ def report(
 
 
 def _page(first: History, second: History | None) -> bytes:
+    from hfopt.monitor import course, report_text
     from hfopt.report import run_page
-    from hfopt.runtime.watch import course, report_text
 
     if second is None:
         return run_page.run_page(course.view(first))

@@ -26,7 +26,7 @@ def watch(
       hfopt watch --pid 12345    any process
       hfopt watch out --once     one look, for a script
     """
-    from hfopt.runtime.watch import outside, screen
+    from hfopt.monitor import outside, screen
 
     if pid is not None:
         look: Callable[[], Mapping[str, Any]] = outside.Onlooker(pid, first_wait_s=min(interval, 0.5)).look
@@ -45,7 +45,7 @@ def _show(look: Callable[[], Mapping[str, Any]], title: str, interval: float) ->
     from rich.live import Live
 
     from hfopt.cli.output import people
-    from hfopt.runtime.watch import screen
+    from hfopt.monitor import screen
 
     console = people()
     live = look()

@@ -15,8 +15,8 @@ from watched import window
 
 from hfopt.cli import application, watch
 from hfopt.errors import HfoptError, LogError
-from hfopt.runtime.log import RunLog
-from hfopt.runtime.watch import screen
+from hfopt.monitor import screen
+from hfopt.monitor.log import RunLog
 
 runner, app = CliRunner(), application([])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from watched import card, facts, spread, window
 
-from hfopt.runtime.diagnose import diagnose
+from hfopt.monitor.diagnose import diagnose
 from hfopt.schema import Change, GpuWindow, RankLag, RunFacts, Window
 from hfopt.units import GIB
 

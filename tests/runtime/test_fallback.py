@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
-from hfopt.runtime import log
+from hfopt.monitor import history, log, report_text
 from hfopt.runtime.fallback import refusal
-from hfopt.runtime.watch import history, report_text
 
 
 def disturbed(lab: Any, too_small: Any, layer_of: Any, at: dict[tuple[int, int], tuple[str, int]], **run: Any) -> tuple[Any, Any]:

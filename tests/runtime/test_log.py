@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.runtime.log import CsvLog, RunLog, read, rotated
+from hfopt.monitor.log import CsvLog, RunLog, read, rotated
 from hfopt.schema import Spread
 
 Opened = Callable[[RunLog], RunLog]
@@ -36,7 +36,7 @@ def test_a_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path, opened: Open
 
 
 def test_a_killed_process_leaves_its_lines(tmp_path: Path) -> None:
-    code = "import os, signal; from pathlib import Path; from hfopt.runtime.log import RunLog\n"
+    code = "import os, signal; from pathlib import Path; from hfopt.monitor.log import RunLog\n"
     code += f"log = RunLog(Path({str(tmp_path / 'm.jsonl')!r}))\n"
     code += "for n in range(50): log.write('window', n=n)\nos.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run([sys.executable, "-c", code], check=False, env=dict(os.environ))

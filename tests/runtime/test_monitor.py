@@ -21,9 +21,9 @@ from nvml_standin import NvmlStandin
 from transformers import TrainerCallback
 from watched import Sentences, SlowCollator, lines, trainer
 
+from hfopt.monitor import history, report_text, reporters, session
+from hfopt.monitor.monitor import HFGpuMonitor
 from hfopt.runtime.fallback import protect
-from hfopt.runtime.monitor import HFGpuMonitor
-from hfopt.runtime.watch import history, report_text, reporters, session
 
 
 @pytest.fixture(autouse=True)
@@ -248,7 +248,7 @@ def test_no_token_is_ever_written(tmp_path: Path) -> None:
 
 
 def test_the_bar_shows_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfopt.runtime.sampler._MOST_OF_TIME", 1.0)  # at its interval also where a reading is slow
+    monkeypatch.setattr("hfopt.monitor.sampler._MOST_OF_TIME", 1.0)  # at its interval also where a reading is slow
     shown: list[str] = []
 
     class Bar(TrainerCallback):  # type: ignore[misc]
@@ -295,12 +295,12 @@ class Faulty:
 
     @staticmethod
     def broken_diagnosis(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr("hfopt.runtime.watch.judge.diagnose", lambda *args: {}["nothing"])
+        monkeypatch.setattr("hfopt.monitor.judge.diagnose", lambda *args: {}["nothing"])
         return HFGpuMonitor()
 
     @staticmethod
     def broken_clock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr("hfopt.runtime.watch.steps.StepClock.take", lambda self: {}[0])
+        monkeypatch.setattr("hfopt.monitor.steps.StepClock.take", lambda self: {}[0])
         return HFGpuMonitor()
 
 
@@ -319,7 +319,7 @@ def test_a_fault_is_said_once_and_training_goes_on(
 def test_a_killed_run_keeps_its_log(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from watched import trainer; from transformers import TrainerCallback; from hfopt.runtime.monitor import HFGpuMonitor\n"
+        "from watched import trainer; from transformers import TrainerCallback; from hfopt.monitor.monitor import HFGpuMonitor\n"
         f"out = Path({str(tmp_path)!r})\n"
         "class Kill(TrainerCallback):\n    def on_step_end(self, args, state, control, **kwargs):\n"
         "        log = out / 'hfopt' / 'monitor.jsonl'\n"
@@ -343,12 +343,12 @@ def pretended_card(nvml_standin: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -
     """A card that NVML lists and that the run believes to be its own, while the arithmetic is done by the CPU."""
     nvml_standin.card(0, util=85, memory_util=60, used_mib=4000, power_mw=200_000, energy_mj=None)
     nvml_standin.use(monkeypatch)
-    monkeypatch.setattr("hfopt.runtime.watch.setup.torch_uuids", lambda args: (nvml_standin.uuid(0),))
+    monkeypatch.setattr("hfopt.monitor.setup.torch_uuids", lambda args: (nvml_standin.uuid(0),))
     return nvml_standin
 
 
 def test_the_cards_readings_reach_log_and_summary(tmp_path: Path, pretended_card: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfopt.runtime.sampler._MOST_OF_TIME", 1.0)
+    monkeypatch.setattr("hfopt.monitor.sampler._MOST_OF_TIME", 1.0)
     trainer(tmp_path, HFGpuMonitor(interval=0.05), collator=SlowCollator(0.05)).train()
     (summary,) = lines(tmp_path, "summary")
     assert summary["metrics"]["hfopt/gpu_util"] == pytest.approx(85)
@@ -369,7 +369,7 @@ def test_a_card_lost_in_the_middle_is_said_once(
                 while not monitor._session.faults.off and time.monotonic() < until:  # type: ignore[union-attr]
                     time.sleep(0.02)  # the next reading finds it, whenever that is
 
-    monkeypatch.setattr("hfopt.runtime.sampler._MOST_OF_TIME", 1.0)
+    monkeypatch.setattr("hfopt.monitor.sampler._MOST_OF_TIME", 1.0)
     monitor = HFGpuMonitor(interval=0.02)
     run = trainer(tmp_path, monitor)
     run.add_callback(Lose())

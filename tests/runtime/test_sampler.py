@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from hfopt.runtime.sampler import Sampler
-from hfopt.runtime.watch.harmless import Faults
-from hfopt.runtime.watch.host import HostReading
-from hfopt.runtime.watch.windows import gpu_windows
+from hfopt.monitor.harmless import Faults
+from hfopt.monitor.host import HostReading
+from hfopt.monitor.sampler import Sampler
+from hfopt.monitor.windows import gpu_windows
 from hfopt.schema import GpuReading
 
 

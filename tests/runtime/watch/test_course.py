@@ -10,9 +10,9 @@ import pytest
 from watched import facts, window
 
 from hfopt.errors import LogError
-from hfopt.runtime.diagnose import diagnose
-from hfopt.runtime.log import RunLog
-from hfopt.runtime.watch import course, history
+from hfopt.monitor import course, history
+from hfopt.monitor.diagnose import diagnose
+from hfopt.monitor.log import RunLog
 from hfopt.schema import RunView
 
 
@@ -20,7 +20,7 @@ from hfopt.schema import RunView
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time the log writes."""
     now = [1_000_000.0]
-    monkeypatch.setattr("hfopt.runtime.log.time.time", lambda: now[0])
+    monkeypatch.setattr("hfopt.monitor.log.time.time", lambda: now[0])
     return now
 
 

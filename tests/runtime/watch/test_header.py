@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from hfopt.runtime.watch import header
+from hfopt.monitor import header
 
 SECRET = "hf_" + "Ab3" * 10
 

@@ -10,9 +10,9 @@ import pytest
 from watched import facts, window
 
 from hfopt.errors import LogError
-from hfopt.runtime.diagnose import diagnose
-from hfopt.runtime.log import RunLog
-from hfopt.runtime.watch import history, report_text
+from hfopt.monitor import history, report_text
+from hfopt.monitor.diagnose import diagnose
+from hfopt.monitor.log import RunLog
 
 
 def write(folder: Path, *, sessions: int = 1, ended: bool = True, max_bytes: int = 1 << 20, wait_s: float = 40.0) -> Path:

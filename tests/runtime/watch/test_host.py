@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hfopt.runtime.watch import host
-from hfopt.runtime.watch.host import HostProbe
-from hfopt.runtime.watch.outside import CardsOf
+from hfopt.monitor import host
+from hfopt.monitor.host import HostProbe
+from hfopt.monitor.outside import CardsOf
 from hfopt.schema import GpuReading
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import transformers
 
-from hfopt.runtime.watch.flops import flops_per_token
-from hfopt.runtime.watch.harmless import Faults
-from hfopt.runtime.watch.inputs import InputWatch
+from hfopt.monitor.flops import flops_per_token
+from hfopt.monitor.harmless import Faults
+from hfopt.monitor.inputs import InputWatch
 
 
 class Echo(torch.nn.Module):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hfopt.runtime.watch import steps
-from hfopt.runtime.watch.steps import StepClock
+from hfopt.monitor import steps
+from hfopt.monitor.steps import StepClock
 
 Play = Callable[..., StepClock]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hfopt.runtime.watch import header
-from hfopt.runtime.watch.cards import OwnCards, open_cards, torch_uuids
-from hfopt.runtime.watch.meter import Scale, cpu_peak_flops
+from hfopt.monitor import header
+from hfopt.monitor.cards import OwnCards, open_cards, torch_uuids
+from hfopt.monitor.meter import Scale, cpu_peak_flops
 from hfopt.schema import Change, Gpu, RunFacts
 from hfopt.tf32 import tf32_is_on
 

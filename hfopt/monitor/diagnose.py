@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hfopt.runtime.watch import card_causes, remedies
-from hfopt.runtime.watch.evidence import (
+from hfopt.monitor import card_causes, remedies
+from hfopt.monitor.evidence import (
     DEFAULT,
     Thresholds,
     arithmetic_share,
@@ -25,7 +25,7 @@ from hfopt.runtime.watch.evidence import (
     power_share,
     tells_enough,
 )
-from hfopt.runtime.watch.windows import data_share
+from hfopt.monitor.windows import data_share
 from hfopt.schema import Cause, Finding, RankLag, RunFacts, Window
 from hfopt.units import format_percent, format_seconds
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from hfopt.runtime.watch import summary
-from hfopt.runtime.watch.alarms import sentence
-from hfopt.runtime.watch.history import History
-from hfopt.runtime.watch.reporters import PREFIX
+from hfopt.monitor import summary
+from hfopt.monitor.alarms import sentence
+from hfopt.monitor.history import History
+from hfopt.monitor.reporters import PREFIX
 from hfopt.schema import Change, Finding, RunDifference, Window
 from hfopt.units import format_bytes, format_percent, format_seconds
 

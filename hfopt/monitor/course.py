@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hfopt.runtime.watch import report_text, summary
-from hfopt.runtime.watch.alarms import sentence
-from hfopt.runtime.watch.history import History
-from hfopt.runtime.watch.reporters import PREFIX, metrics
-from hfopt.runtime.watch.windows import merge
+from hfopt.monitor import report_text, summary
+from hfopt.monitor.alarms import sentence
+from hfopt.monitor.history import History
+from hfopt.monitor.reporters import PREFIX, metrics
+from hfopt.monitor.windows import merge
 from hfopt.schema import RunMark, RunPoint, RunView, Window
 from hfopt.units import format_seconds
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hfopt.runtime.watch.steps import StepClock
+from hfopt.monitor.steps import StepClock
 
 _COUNTING = "_get_num_items_in_batch"
 

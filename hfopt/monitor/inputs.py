@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from hfopt.runtime.watch.flops import ForwardCount, flops_per_token
-from hfopt.runtime.watch.harmless import Faults, harmless
+from hfopt.monitor.flops import ForwardCount, flops_per_token
+from hfopt.monitor.harmless import Faults, harmless
 
 _PART = "the look at the inputs"
 _FIRST_LOOKS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hfopt.runtime.watch.remedies import NONE, Remedy
+from hfopt.monitor.remedies import NONE, Remedy
 from hfopt.schema import Cause, Finding, GpuWindow, RunFacts, Window
 from hfopt.units import MIB
 

@@ -9,12 +9,12 @@ from typing import Any
 import psutil
 
 from hfopt.errors import LogError
-from hfopt.runtime.sampler import Sampler
-from hfopt.runtime.watch.cards import OwnCards, open_cards
-from hfopt.runtime.watch.harmless import Faults, to_stderr
-from hfopt.runtime.watch.host import HostProbe
-from hfopt.runtime.watch.journal import point
-from hfopt.runtime.watch.status import status_line
+from hfopt.monitor.cards import OwnCards, open_cards
+from hfopt.monitor.harmless import Faults, to_stderr
+from hfopt.monitor.host import HostProbe
+from hfopt.monitor.journal import point
+from hfopt.monitor.sampler import Sampler
+from hfopt.monitor.status import status_line
 from hfopt.schema import GpuReading
 
 

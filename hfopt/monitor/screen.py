@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hfopt.errors import LogError
-from hfopt.runtime.watch.journal import LIVE
+from hfopt.monitor.journal import LIVE
 from hfopt.units import format_seconds
 
 if TYPE_CHECKING:

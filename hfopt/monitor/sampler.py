@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from hfopt.runtime.watch.harmless import Faults, harmless
-from hfopt.runtime.watch.host import HostReading
-from hfopt.runtime.watch.plausible import flagged
+from hfopt.monitor.harmless import Faults, harmless
+from hfopt.monitor.host import HostReading
+from hfopt.monitor.plausible import flagged
 from hfopt.schema import GpuReading, Sample
 
 RING = 3600  # an hour at the default interval, about 3 MB for one card

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hfopt.runtime.watch import remedies
-from hfopt.runtime.watch.evidence import Thresholds, busiest, confidence, finding, memory_shares, power_share
-from hfopt.runtime.watch.windows import data_share
+from hfopt.monitor import remedies
+from hfopt.monitor.evidence import Thresholds, busiest, confidence, finding, memory_shares, power_share
+from hfopt.monitor.windows import data_share
 from hfopt.schema import Finding, RunFacts, Window
 from hfopt.units import format_bytes, format_percent
 

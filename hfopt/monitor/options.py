@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.runtime.log import NAME
+from hfopt.monitor.log import NAME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import torch
 
-from hfopt.runtime.sampler import Sampler
-from hfopt.runtime.watch.inputs import InputWatch
-from hfopt.runtime.watch.steps import StepClock
-from hfopt.runtime.watch.windows import gpu_windows, mean, most, spread
+from hfopt.monitor.inputs import InputWatch
+from hfopt.monitor.sampler import Sampler
+from hfopt.monitor.steps import StepClock
+from hfopt.monitor.windows import gpu_windows, mean, most, spread
 from hfopt.schema import Sample, Window
 
 _CONTENDED = 0.8  # of the times the training thread leaves its core it is put off it: others use the machine

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hfopt.runtime.sampler import Sampler
-from hfopt.runtime.watch import header, ranks, reporters, status, summary
-from hfopt.runtime.watch.harmless import Faults, harmless
-from hfopt.runtime.watch.host import HostProbe
-from hfopt.runtime.watch.inputs import InputWatch
-from hfopt.runtime.watch.journal import Journal
-from hfopt.runtime.watch.judge import Judge
-from hfopt.runtime.watch.marks import MeetingPoints
-from hfopt.runtime.watch.meter import Meter
-from hfopt.runtime.watch.options import Options
-from hfopt.runtime.watch.presence import Presence
-from hfopt.runtime.watch.setup import facts_of, find_place, scale_of
-from hfopt.runtime.watch.steps import Event, StepClock
-from hfopt.runtime.watch.windows import Total, data_share, merge
+from hfopt.monitor import header, ranks, reporters, status, summary
+from hfopt.monitor.harmless import Faults, harmless
+from hfopt.monitor.host import HostProbe
+from hfopt.monitor.inputs import InputWatch
+from hfopt.monitor.journal import Journal
+from hfopt.monitor.judge import Judge
+from hfopt.monitor.marks import MeetingPoints
+from hfopt.monitor.meter import Meter
+from hfopt.monitor.options import Options
+from hfopt.monitor.presence import Presence
+from hfopt.monitor.sampler import Sampler
+from hfopt.monitor.setup import facts_of, find_place, scale_of
+from hfopt.monitor.steps import Event, StepClock
+from hfopt.monitor.windows import Total, data_share, merge
 from hfopt.schema import RankLag, Sample, Window
 
 _BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window

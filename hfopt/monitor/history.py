@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import LogError
-from hfopt.runtime.log import NAME, read
-from hfopt.runtime.watch.reporters import metrics
-from hfopt.runtime.watch.windows import merge
+from hfopt.monitor.log import NAME, read
+from hfopt.monitor.reporters import metrics
+from hfopt.monitor.windows import merge
 from hfopt.schema import GpuWindow, Phases, Spread, Window
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hfopt.runtime.watch.alarms import sentence
-from hfopt.runtime.watch.reporters import PREFIX
+from hfopt.monitor.alarms import sentence
+from hfopt.monitor.reporters import PREFIX
 from hfopt.schema import Finding, Window
 from hfopt.units import format_percent, format_rate, format_seconds
 

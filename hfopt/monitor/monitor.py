@@ -14,12 +14,12 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hfopt.runtime.watch import reporters
-from hfopt.runtime.watch.flops import flops_per_token
-from hfopt.runtime.watch.harmless import Faults, harmless, to_stderr
-from hfopt.runtime.watch.options import Options
-from hfopt.runtime.watch.session import Session, Training
-from hfopt.runtime.watch.steps import Event
+from hfopt.monitor import reporters
+from hfopt.monitor.flops import flops_per_token
+from hfopt.monitor.harmless import Faults, harmless, to_stderr
+from hfopt.monitor.options import Options
+from hfopt.monitor.session import Session, Training
+from hfopt.monitor.steps import Event
 
 _PART = "the monitor"
 

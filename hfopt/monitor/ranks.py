@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from hfopt.runtime.watch.steps import Stamp
+from hfopt.monitor.steps import Stamp
 from hfopt.schema import RankLag
 
 Where = Literal["after backward", "data", "before forward", "forward"]

@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hfopt.runtime.log import CsvLog, RunLog, finite
-from hfopt.runtime.watch.harmless import Faults, harmless
-from hfopt.runtime.watch.ranks import RankFile
-from hfopt.runtime.watch.reporters import metrics
-from hfopt.runtime.watch.steps import Stamp
+from hfopt.monitor.harmless import Faults, harmless
+from hfopt.monitor.log import CsvLog, RunLog, finite
+from hfopt.monitor.ranks import RankFile
+from hfopt.monitor.reporters import metrics
+from hfopt.monitor.steps import Stamp
 from hfopt.schema import Finding, Sample, Window
 
 LIVE = "live.json"
@@ -51,7 +51,7 @@ class Journal:
     @harmless("the CSV file")
     def _row(self, window: Window, figures: Mapping[str, float]) -> None:
         if self._csv is not None:
-            from hfopt.runtime.watch.reporters import KEYS, PREFIX
+            from hfopt.monitor.reporters import KEYS, PREFIX
 
             times = {"time": round(time.time(), 3), "first_step": window.first_step, "last_step": window.last_step}
             self._csv.write({**times, **{name: figures.get(PREFIX + name) for name in KEYS}})

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from hfopt.runtime.diagnose import diagnose
-from hfopt.runtime.watch.alarms import Alarms, sentence
-from hfopt.runtime.watch.journal import Journal
-from hfopt.runtime.watch.windows import merge
+from hfopt.monitor.alarms import Alarms, sentence
+from hfopt.monitor.diagnose import diagnose
+from hfopt.monitor.journal import Journal
+from hfopt.monitor.windows import merge
 from hfopt.schema import Finding, RankLag, RunFacts, Window
 
 _RECENT_S, _RECENT_STEPS = 10.0, 20  # a verdict rests on at least so much, if there is so much

@@ -1,1 +1,0 @@
-"""The parts of HFGpuMonitor: what it reads, how it judges, what it writes."""
