@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that an editor knows what the names are
     from hfopt.monitor.monitor import HFGpuMonitor as HFGpuMonitor
+    from hfopt.oom.fallback import protect as protect
     from hfopt.planner import Plan as Plan
     from hfopt.planner import Request as Request
     from hfopt.planner import plan as plan
-    from hfopt.runtime.fallback import protect as protect
 
 __version__ = "0.1.0"
 
@@ -23,7 +23,7 @@ _PUBLIC: dict[str, str] = {
     "Plan": "hfopt.planner",
     "Request": "hfopt.planner",
     "plan": "hfopt.planner",
-    "protect": "hfopt.runtime.fallback",
+    "protect": "hfopt.oom.fallback",
 }
 
 

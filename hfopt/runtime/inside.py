@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hfopt.runtime import record
-from hfopt.runtime.fallback import guard_of, protect
+from hfopt.oom import record
+from hfopt.oom.fallback import guard_of, protect
 from hfopt.runtime.run_options import RunOptions
 
 ORDERS = "HFOPT_ORDERS"

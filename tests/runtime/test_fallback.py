@@ -17,7 +17,7 @@ from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
 from hfopt.monitor import history, log, report_text
-from hfopt.runtime.fallback import refusal
+from hfopt.oom.fallback import refusal
 
 
 def disturbed(lab: Any, too_small: Any, layer_of: Any, at: dict[tuple[int, int], tuple[str, int]], **run: Any) -> tuple[Any, Any]:

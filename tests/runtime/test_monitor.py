@@ -23,7 +23,7 @@ from watched import Sentences, SlowCollator, lines, trainer
 
 from hfopt.monitor import history, report_text, reporters, session
 from hfopt.monitor.monitor import HFGpuMonitor
-from hfopt.runtime.fallback import protect
+from hfopt.oom.fallback import protect
 
 
 @pytest.fixture(autouse=True)

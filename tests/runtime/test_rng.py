@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.runtime import rng
+from hfopt.oom import rng
 
 CPU = torch.device("cpu")
 DRAWS = {

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import HfoptError
+from hfopt.oom import record
+from hfopt.oom.fallback import guard_of
 from hfopt.planner.attached import files, trial_steps
 from hfopt.planner.attached.settings import apply_changes
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.quiet import quietly
 from hfopt.redact import said
-from hfopt.runtime import record
-from hfopt.runtime.fallback import guard_of
 from hfopt.runtime.inside import orders_for
 from hfopt.runtime.run_options import RunOptions
 from hfopt.schema import Change

@@ -6,8 +6,8 @@ import sys
 import time
 from typing import Any
 
-from hfopt.runtime import record
-from hfopt.runtime.device import read
+from hfopt.oom import record
+from hfopt.oom.device import read
 from hfopt.units import format_bytes, format_seconds
 
 STEPS = 3

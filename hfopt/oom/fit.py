@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfopt.runtime import device, record
-from hfopt.runtime.replan import Refusal, Situation, next_step
+from hfopt.oom import device, record
+from hfopt.oom.replan import Refusal, Situation, next_step
 from hfopt.schema import Candidate, Checkpointing, MemoryModel, OomSeen, Precision, ReplanStep
 
 

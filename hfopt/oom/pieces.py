@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from hfopt.runtime import chunks, exactness, rng
-from hfopt.runtime.chunks import Inputs
-from hfopt.runtime.counters import Counters
-from hfopt.runtime.exactness import LossShape, Rule, RuleName
-from hfopt.runtime.replan import Refusal
+from hfopt.oom import chunks, exactness, rng
+from hfopt.oom.chunks import Inputs
+from hfopt.oom.counters import Counters
+from hfopt.oom.exactness import LossShape, Rule, RuleName
+from hfopt.oom.replan import Refusal
 from hfopt.tf32 import tf32_is_on
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfopt.runtime import chunks
-from hfopt.runtime.chunks import Inputs
-from hfopt.runtime.counters import Snapshot
-from hfopt.runtime.replan import Refusal
-from hfopt.runtime.rng import RngState
+from hfopt.oom import chunks
+from hfopt.oom.chunks import Inputs
+from hfopt.oom.counters import Snapshot
+from hfopt.oom.replan import Refusal
+from hfopt.oom.rng import RngState
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.facts import oom
-from hfopt.runtime import chunks, device, exactness, record
-from hfopt.runtime.exactness import Rule
-from hfopt.runtime.replan import Refusal, next_size
+from hfopt.oom import chunks, device, exactness, record
+from hfopt.oom.exactness import Rule
+from hfopt.oom.replan import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from hfopt.facts import oom
-from hfopt.runtime import agreement, chunks, device, rng
-from hfopt.runtime.agreement import PeerFailed, Ranks, Word
-from hfopt.runtime.exactness import structural_refusal
-from hfopt.runtime.fit import Fit
-from hfopt.runtime.pace import Pace, after_window
-from hfopt.runtime.pieces import Pieces
-from hfopt.runtime.record import Settings, Sink
-from hfopt.runtime.replan import Refusal
-from hfopt.runtime.window import Window
+from hfopt.oom import agreement, chunks, device, rng
+from hfopt.oom.agreement import PeerFailed, Ranks, Word
+from hfopt.oom.exactness import structural_refusal
+from hfopt.oom.fit import Fit
+from hfopt.oom.pace import Pace, after_window
+from hfopt.oom.pieces import Pieces
+from hfopt.oom.record import Settings, Sink
+from hfopt.oom.replan import Refusal
+from hfopt.oom.window import Window
 from hfopt.schema import MemoryModel, OomSeen, ReplanStep
 
 MOST_ATTEMPTS = 16  # per window: a batch of 4096 halves 12 times, and clearing and checkpointing come on top

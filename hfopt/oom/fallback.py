@@ -16,9 +16,9 @@ import functools
 from typing import Any, TypeVar
 
 from hfopt.facts.oom import RAISED_AS
-from hfopt.runtime import evaluation, record
-from hfopt.runtime.guard import Guard
-from hfopt.runtime.replan import Refusal
+from hfopt.oom import evaluation, record
+from hfopt.oom.guard import Guard
+from hfopt.oom.replan import Refusal
 from hfopt.schema import MemoryModel
 
 AnyTrainer = TypeVar("AnyTrainer")
