@@ -20,8 +20,8 @@ import transformers
 import yaml
 
 from hfopt.cli.run import PREPARE
-from hfopt.runtime.inside import install
-from hfopt.runtime.run_options import VARIABLE, RunOptions
+from hfopt.launch.inside import install
+from hfopt.launch.run_options import VARIABLE, RunOptions
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import Trainer, TrainerState
 
-from hfopt.runtime import inside
+from hfopt.launch import inside
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from hfopt import process
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
-from hfopt.runtime import launch
-from hfopt.runtime.checkpoints import last_checkpoint
+from hfopt.launch import launch
+from hfopt.launch.checkpoints import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hfopt.planner.attached import settings
-from hfopt.planner.attached.settings import apply_changes
+from hfopt.launch import settings
+from hfopt.launch.settings import apply_changes
 from hfopt.schema import Change
 
 

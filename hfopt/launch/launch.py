@@ -19,9 +19,9 @@ from typing import Any
 
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
+from hfopt.launch.checkpoints import last_checkpoint
+from hfopt.launch.run_options import VARIABLE, RunOptions
 from hfopt.process import Child
-from hfopt.runtime.checkpoints import last_checkpoint
-from hfopt.runtime.run_options import VARIABLE, RunOptions
 
 SITE = Path(__file__).parents[1] / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import HfoptError
+from hfopt.launch import files, trial_steps
+from hfopt.launch.inside import orders_for
+from hfopt.launch.run_options import RunOptions
+from hfopt.launch.settings import apply_changes
 from hfopt.oom import record
 from hfopt.oom.fallback import guard_of
-from hfopt.planner.attached import files, trial_steps
-from hfopt.planner.attached.settings import apply_changes
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.quiet import quietly
 from hfopt.redact import said
-from hfopt.runtime.inside import orders_for
-from hfopt.runtime.run_options import RunOptions
 from hfopt.schema import Change
 
 _MARK = "_hfopt_planned"

@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from hfopt.launch.run_options import RunOptions
 from hfopt.oom import record
 from hfopt.oom.fallback import guard_of, protect
-from hfopt.runtime.run_options import RunOptions
 
 ORDERS = "HFOPT_ORDERS"
 """JSON in the environment of a restarted process: output_dir, checkpoint (or null), changes."""
