@@ -49,9 +49,9 @@ def estimate(
     sizes = sorted(set(numbers("--batch-sizes", batch_sizes, least="a batch has at least one sample")))
     asked_precision, asked_task = precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
+        from hfopt.compat import quietly
         from hfopt.planner.memory_table import memory_table, read_subject
         from hfopt.planner.request import Request
-        from hfopt.quiet import quietly
 
         request = Request(
             own_process=True,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat import quietly
 from hfopt.errors import HfoptError
 from hfopt.launch import files, trial_steps
 from hfopt.launch.inside import orders_for
@@ -20,7 +21,6 @@ from hfopt.oom import record
 from hfopt.oom.fallback import guard_of
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
-from hfopt.quiet import quietly
 from hfopt.redact import said
 from hfopt.schema import Change
 

@@ -54,7 +54,7 @@ def _bring_after(trainer: Any, changed: frozenset[str], old_batch: int) -> None:
     if changed & {"fp16", "bf16"}:
         _renew_accelerator(trainer)
     if "tf32" in changed:
-        from hfopt.tf32 import set_tf32
+        from hfopt.compat import set_tf32
 
         set_tf32(bool(args.tf32))
     if "gradient_checkpointing" in changed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hfopt.compat import installed_torch
 from hfopt.errors import ConfigError
-from hfopt.torch_version import installed_torch
 from hfopt.units import MIB
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 
+from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
 from hfopt.model.custom import from_reference, is_reference
@@ -23,7 +24,6 @@ from hfopt.model.recipe import FAILURES, Recipe, uses_flash
 from hfopt.model.remote import remote_config, remote_head
 from hfopt.model.shapes import size_batch
 from hfopt.model.sources import ConfigSource, find_config
-from hfopt.quiet import quietly
 from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
 
 

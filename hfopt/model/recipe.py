@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 
+from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.adapters import add_lora, freeze
 from hfopt.model.build import build_here, skeleton
@@ -18,7 +19,6 @@ from hfopt.model.heads import Head
 from hfopt.model.preference import REFERENCE
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
-from hfopt.quiet import quietly
 from hfopt.schema import ModelSpec, Workload
 
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from hfopt.compat import tf32_is_on
 from hfopt.monitor import header
 from hfopt.monitor.cards import OwnCards, open_cards, torch_uuids
 from hfopt.monitor.meter import Scale, cpu_peak_flops
 from hfopt.schema import Change, Gpu, RunFacts
-from hfopt.tf32 import tf32_is_on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import torch
 
+from hfopt.compat import tf32_is_on
 from hfopt.oom import chunks, exactness, rng
 from hfopt.oom.chunks import Inputs
 from hfopt.oom.counters import Counters
 from hfopt.oom.exactness import LossShape, Rule, RuleName
 from hfopt.oom.replan import Refusal
-from hfopt.tf32 import tf32_is_on
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]

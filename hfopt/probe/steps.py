@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import nn
 
+from hfopt.compat import let_gradients_through
 from hfopt.errors import DryRunError
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.build import skeleton
 from hfopt.model.model import from_spec
 from hfopt.probe.arguments import Device, Extent, evaluates, training_arguments
 from hfopt.probe.meters import CpuMeter, CudaMeter, StepClock
-from hfopt.reentrant import let_gradients_through
 from hfopt.schema import Candidate, TrainJob, Workload
 
 _OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from hfopt.torch_version import installed_torch
+from hfopt.compat import installed_torch
 from hfopt.trace.formulas import Formula, constant
 from hfopt.units import KIB, MIB
 

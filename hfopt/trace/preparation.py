@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat import let_gradients_through
 from hfopt.errors import TraceError
-from hfopt.reentrant import let_gradients_through
 from hfopt.schema import StepSettings, Workload
 
 

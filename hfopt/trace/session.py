@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hfopt.compat import quietly
 from hfopt.errors import TraceError
-from hfopt.quiet import quietly
 from hfopt.trace.cuda_rules import cuda_rules
 from hfopt.trace.fast_fake import FastFake
 from hfopt.trace.kernels import Kernels
