@@ -30,7 +30,7 @@ def known_keys(keys: list[str]) -> frozenset[str]:
     """Of `--keep`: keys of the installed TrainingArguments."""
     from difflib import get_close_matches
 
-    from hfopt.facts.installed import installed
+    from hfopt.facts.training_keys import installed
 
     known = installed().fields
     for key in keys:
@@ -71,7 +71,7 @@ def complete_precision(incomplete: str) -> list[str]:
 
 def complete_key(incomplete: str) -> list[str]:
     """Of TrainingArguments."""
-    from hfopt.facts.installed import installed
+    from hfopt.facts.training_keys import installed
 
     return _beginning(incomplete, installed().fields)
 

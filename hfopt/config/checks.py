@@ -15,7 +15,7 @@ from hfopt.config.operations import Operation
 from hfopt.config.render import render
 from hfopt.config.sections import Section
 from hfopt.config.values import Severity, Verdict, judge
-from hfopt.facts.installed import Field, Installed
+from hfopt.facts.training_keys import Field, Installed
 from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Problem
 

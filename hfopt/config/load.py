@@ -24,7 +24,7 @@ from hfopt.config.model_facts import read_model, trainer_kind
 from hfopt.config.parsing import parse, read_bytes
 from hfopt.config.sections import Layout, Section, find
 from hfopt.errors import ConfigError
-from hfopt.facts.installed import Installed, installed
+from hfopt.facts.training_keys import Installed, installed
 from hfopt.redact import is_secret
 from hfopt.schema import Problem, TrainJob
 

@@ -13,7 +13,7 @@ from typing import Any
 from hfopt.config.document import Document, Node, NodePath, shared_depth
 from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
 from hfopt.errors import ConfigError
-from hfopt.facts.installed import Installed
+from hfopt.facts.training_keys import Installed
 
 _SECTION_NAMES = frozenset(
     {

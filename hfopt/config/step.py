@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.schema import Checkpointing, Precision, StepSettings
 
 

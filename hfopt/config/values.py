@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hfopt.config.keys import ALSO_TAKES, GONE_VALUES
-from hfopt.facts.installed import Field
+from hfopt.facts.training_keys import Field
 from hfopt.redact import shown
 
 Severity = Literal["error", "warning", "note"]

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.facts import oom
+from hfopt.facts import oom_errors
 from hfopt.oom import chunks, device, exactness, record
 from hfopt.oom.exactness import Rule
 from hfopt.oom.replan import Refusal, next_size
@@ -43,11 +43,11 @@ class Evaluation:
                 if self.size is None or size is None or size <= self.size:
                     return self._one(model, inputs, options)
                 return self._in_pieces(model, inputs, size, options)
-            except oom.RAISED_AS as error:
+            except oom_errors.RAISED_AS as error:
                 seen = self._seen(error, inputs, size)
                 if seen is None:
                     raise
-                released = oom.without_frames(error)
+                released = oom_errors.without_frames(error)
             self.pieces.counters.restore(before)
             self._step_down(model, inputs, seen, options, released)
 
@@ -75,7 +75,7 @@ class Evaluation:
 
     def _seen(self, error: BaseException, inputs: Any, size: int | None) -> OomSeen | None:
         """None when it is no OOM or nothing is left to cut."""
-        known = oom.recognise(error)
+        known = oom_errors.recognise(error)
         piece = min(self.size or size or 1, size or 1)
         if known is None or piece == 1 or chunks.why_not(inputs, size) is not None:
             return None

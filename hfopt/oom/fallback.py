@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import Any, TypeVar
 
-from hfopt.facts.oom import RAISED_AS
+from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import evaluation, record
 from hfopt.oom.guard import Guard
 from hfopt.oom.replan import Refusal

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfopt.facts import oom
+from hfopt.facts import oom_errors
 from hfopt.oom import agreement, chunks, device, rng
 from hfopt.oom.agreement import PeerFailed, Ranks, Word
 from hfopt.oom.exactness import structural_refusal
@@ -89,7 +89,7 @@ class Guard:
             return run()
         except PeerFailed as error:
             return error.with_traceback(None)
-        except oom.RAISED_AS as error:
+        except oom_errors.RAISED_AS as error:
             found = self._failure(error, window)
             if found is None:
                 raise
@@ -140,7 +140,7 @@ class Guard:
 
     def _failure(self, error: BaseException, window: Window) -> Failure | None:
         """Reads what can be read while the failed step is still alive, then lets go of it."""
-        known = oom.recognise(error)
+        known = oom_errors.recognise(error)
         if known is None:
             return None
         now = device.read(self._device)
@@ -161,7 +161,7 @@ class Guard:
             lost = "gradients were being exchanged, so the ranks are out of step"
         elif self._ranks is not None and self.pieces.communicates:
             lost = "the loss exchanges values with the other ranks, which cannot be repeated on one of them"
-        return Failure(error=oom.without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
+        return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
 
     def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
@@ -206,7 +206,7 @@ class Guard:
 
     def on_escape(self, error: BaseException) -> None:
         """An OOM that no step could hold: says where it was and leaves the rest to the supervisor."""
-        known = oom.recognise(error)
+        known = oom_errors.recognise(error)
         if known is None or self._told:
             return
         self._told = True

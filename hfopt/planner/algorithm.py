@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.best import Found, best_first
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of

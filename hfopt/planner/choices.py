@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfopt.config.step import checkpointing_of, default_optim, precision_of
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.device import Device

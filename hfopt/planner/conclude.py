@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.planner.advice import advice
 from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.changes import Outcome, Setting, changes

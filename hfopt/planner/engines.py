@@ -13,7 +13,7 @@ from typing import Any
 
 from hfopt.config.engine import uses_fsdp
 from hfopt.errors import ConfigError
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.schema import TrainJob
 
 

@@ -11,7 +11,7 @@ from versions import needs_5
 import hfopt.config.load
 from hfopt.config.edit import upgrade
 from hfopt.config.load import Loaded, load_bytes
-from hfopt.facts.installed import Installed, installed, read
+from hfopt.facts.training_keys import Installed, installed, read
 from hfopt.schema import Problem
 
 BASE = "per_device_train_batch_size: 4\nlearning_rate: 1.0e-4\n"

@@ -13,7 +13,7 @@ from hfopt.config.edit import upgrade
 from hfopt.config.keys import ALIASES, GONE, known_elsewhere
 from hfopt.config.load import load_bytes
 from hfopt.errors import ConfigError
-from hfopt.facts.installed import installed
+from hfopt.facts.training_keys import installed
 from hfopt.redact import scrub
 
 SETTINGS = settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

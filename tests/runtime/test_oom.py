@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfopt.facts.oom import recognise
+from hfopt.facts.oom_errors import recognise
 from hfopt.units import GIB, MIB
 
 OOM_TEXTS = {
