@@ -5,25 +5,12 @@ A stage takes some of these and returns others; none of them does I/O. Unknown i
 
 from __future__ import annotations
 
+from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.charts import BatchPoint, PlanCharts, RunDifference, RunMark, RunPoint, RunView, TimelinePoint
-from hfopt.schema.config import ALLOWABLE, Change, DataSpec, Lora, ModelSpec, Place, Precision, Problem, Quantization, Task, TrainJob
-from hfopt.schema.estimate import (
-    Breakdown,
-    Checkpointing,
-    EngineName,
-    LoaderPlan,
-    MemoryPeak,
-    MemoryRow,
-    MemoryTable,
-    OpCost,
-    Sharding,
-    StepSettings,
-    StepTime,
-    ZeroSizes,
-)
 from hfopt.schema.hardware import Gpu, Hardware, Host
-from hfopt.schema.plan import Advice, Chosen, EngineChoice, PlanFacts
-from hfopt.schema.run import (
+from hfopt.schema.job import ALLOWABLE, Change, DataSpec, Lora, ModelSpec, Place, Precision, Problem, Quantization, Task, TrainJob
+from hfopt.schema.plan_facts import Advice, Chosen, EngineChoice, PlanFacts
+from hfopt.schema.run_records import (
     Batches,
     Cause,
     Finding,
@@ -40,8 +27,21 @@ from hfopt.schema.run import (
     TimeModel,
     Window,
 )
-from hfopt.schema.search import Candidate, Priced, Rejection
-from hfopt.schema.verify import REHEARSED_MICRO_BATCHES, Correction, Neutrality, PhasePeak, Rehearsal, Trial
+from hfopt.schema.step_cost import (
+    Breakdown,
+    Checkpointing,
+    EngineName,
+    LoaderPlan,
+    MemoryPeak,
+    MemoryRow,
+    MemoryTable,
+    OpCost,
+    Sharding,
+    StepSettings,
+    StepTime,
+    ZeroSizes,
+)
+from hfopt.schema.trial import REHEARSED_MICRO_BATCHES, Correction, Neutrality, PhasePeak, Rehearsal, Trial
 from hfopt.schema.workload import BatchShape, LengthSpread, Workload
 
 __all__ = [

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfopt.schema.config import Precision
+from hfopt.schema.job import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

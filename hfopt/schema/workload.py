@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.schema.config import Task
+from hfopt.schema.job import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.schema.config import Change, TrainJob
-from hfopt.schema.estimate import LoaderPlan, MemoryPeak, StepTime
+from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.hardware import Hardware
-from hfopt.schema.search import Candidate, Priced, Rejection
-from hfopt.schema.verify import Correction, Neutrality, Trial
+from hfopt.schema.job import Change, TrainJob
+from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, StepTime
+from hfopt.schema.trial import Correction, Neutrality, Trial
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

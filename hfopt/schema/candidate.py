@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hfopt.schema.config import Precision
-from hfopt.schema.estimate import Checkpointing, MemoryPeak, StepTime
+from hfopt.schema.job import Precision
+from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

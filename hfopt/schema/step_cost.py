@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfopt.schema.config import Precision
 from hfopt.schema.hardware import Gpu
+from hfopt.schema.job import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from hfopt.schema.candidate import Candidate
 from hfopt.schema.hardware import Gpu
-from hfopt.schema.search import Candidate
 
 REHEARSED_MICRO_BATCHES = 2
 """Of each step that a plan rehearses on the virtual GPU, with the inputs of all on the card: the first finds no gradients, the second and
