@@ -22,8 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hfopt.config.engine import sharding_of
-from hfopt.config.step import step_settings
+from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware.catalog import find
 from hfopt.memory.memory import estimate
 from hfopt.model.model import from_spec

@@ -15,8 +15,8 @@ from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hfopt.config.edit import Edited
-    from hfopt.config.load import Loaded
+    from hfopt.config.read_job import Loaded
+    from hfopt.config.yaml_edit import Edited
     from hfopt.schema import Problem
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -39,7 +39,7 @@ def check(
       hfopt check all.yaml --section profiles.large     one section of many
       cat train.yaml | hfopt check - --json             for a program
     """
-    from hfopt.config.load import load_bytes
+    from hfopt.config.read_job import load_bytes
 
     if upgrade and as_json and output is None:
         raise ConfigError("--upgrade and --json both write to stdout", hint="add -o FILE for the upgraded config")
@@ -60,7 +60,7 @@ def check(
 
 
 def _read(config: str) -> tuple[bytes, str]:
-    from hfopt.config.parsing import MAX_BYTES, read_bytes
+    from hfopt.config.yaml_document import MAX_BYTES, read_bytes
 
     if config != "-":
         return read_bytes(Path(config)), config
@@ -75,13 +75,13 @@ def _findings(loaded: Loaded) -> list[Problem]:
 
 
 def _upgraded(loaded: Loaded) -> Edited:
-    from hfopt.config.edit import upgrade
+    from hfopt.config.yaml_edit import upgrade
 
     return upgrade(loaded)
 
 
 def _findings_left(edited: Edited, section: str | None, world_size: int) -> list[Problem]:
-    from hfopt.config.load import load_document
+    from hfopt.config.read_job import load_document
 
     try:
         return _findings(load_document(edited.document, section=section, world_size=world_size))
@@ -142,7 +142,7 @@ def _repairable(loaded: Loaded) -> set[Problem]:
 
 
 def _factors(loaded: Loaded) -> str:
-    from hfopt.config.keys import ACCUMULATION, BATCH
+    from hfopt.config.training_arguments import ACCUMULATION, BATCH
 
     job = loaded.job
     assert job is not None

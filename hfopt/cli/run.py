@@ -109,8 +109,8 @@ def _write_beside(source: Path, changes: Mapping[str, Any], why: str) -> None:
     """`config.yaml` -> `config_replanned.yaml`, with nothing but the values changed. A config that cannot be edited is left to the output
     folder.
     """
-    from hfopt.config.edit import edit
-    from hfopt.config.load import load
+    from hfopt.config.read_job import load
+    from hfopt.config.yaml_edit import edit
     from hfopt.schema import Change
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hfopt.config.step import checkpointing_of, default_optim, precision_of
+from hfopt.config.settings import checkpointing_of, default_optim, precision_of
 from hfopt.facts.training_keys import installed
 from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from hfopt.config.step import step_settings
+from hfopt.config.settings import step_settings
 from hfopt.hardware import catalog
 from hfopt.memory.memory import estimate
 from hfopt.planner.ahead import Estimator

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.engine import uses_fsdp
+from hfopt.config.settings import uses_fsdp
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import installed
 from hfopt.schema import TrainJob

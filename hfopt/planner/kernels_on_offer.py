@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.keys import ATTENTION
+from hfopt.config.training_arguments import ATTENTION
 from hfopt.planner.request import Subject
 from hfopt.schema import Gpu
 

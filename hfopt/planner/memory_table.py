@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hfopt.config.step import full_checkpointing, step_settings
+from hfopt.config.settings import full_checkpointing, step_settings
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.memory import estimate
 from hfopt.planner.device import allocator_conf

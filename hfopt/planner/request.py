@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.config.edit import upgrade
-from hfopt.config.engine import fixed_by_deepspeed, model_parallel_of
-from hfopt.config.load import Loaded, load, load_document
+from hfopt.config.read_job import Loaded, load, load_document
+from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
+from hfopt.config.yaml_edit import upgrade
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
 from hfopt.schema import ALLOWABLE, DataSpec, Hardware, Task, TrainJob, Workload

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hfopt.config.edit import Edited, edit
-from hfopt.config.load import Loaded
+from hfopt.config.read_job import Loaded
+from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
 from hfopt.schema import Candidate, Chosen, PlanCharts, PlanFacts, Priced
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfopt.config.engine import sharding_of
-from hfopt.config.step import precision_of
+from hfopt.config.settings import precision_of, sharding_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Hardware, Sharding
 from hfopt.speed.step_time import Ranks

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import hfopt.cli
-from hfopt.config.parsing import MAX_BYTES
+from hfopt.config.yaml_document import MAX_BYTES
 
 GOOD = "per_device_train_batch_size: 4\ngradient_accumulation_steps: 2\nlearning_rate: 1.0e-4\n"
 OLD = GOOD + "evaluation_strategy: steps  # steps\nweight_decay: 1e-2\n"

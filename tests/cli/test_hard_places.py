@@ -92,8 +92,8 @@ GROWTH = """
 import gc, sys
 from pathlib import Path
 import psutil
-from hfopt.config.edit import edit, upgrade
-from hfopt.config.load import load_bytes
+from hfopt.config.yaml_edit import edit, upgrade
+from hfopt.config.read_job import load_bytes
 from hfopt.schema import Change
 text = Path(sys.argv[1]).read_text()
 def once(number):

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from versions import needs_5
 
-import hfopt.config.load
-from hfopt.config.edit import upgrade
-from hfopt.config.load import Loaded, load_bytes
+import hfopt.config.read_job
+from hfopt.config.read_job import Loaded, load_bytes
+from hfopt.config.yaml_edit import upgrade
 from hfopt.facts.training_keys import Installed, installed, read
 from hfopt.schema import Problem
 
@@ -207,7 +207,7 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
         "class Seq2SeqTrainingArguments(TrainingArguments):\n    sortish_sampler: bool = field()\n"
     )
     present = read(tmp_path, "4.51.3")
-    monkeypatch.setattr(hfopt.config.load, "installed", lambda: present)
+    monkeypatch.setattr(hfopt.config.read_job, "installed", lambda: present)
     return present
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hfopt.config import edit as edit_module
-from hfopt.config.edit import Edited, edit, upgrade
-from hfopt.config.load import load_bytes
+from hfopt.config import yaml_edit as edit_module
+from hfopt.config.read_job import load_bytes
+from hfopt.config.yaml_edit import Edited, edit, upgrade
 from hfopt.errors import ConfigError
 from hfopt.schema import Change
 

@@ -9,9 +9,9 @@ import hypothesis.strategies as st
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from hfopt.config.edit import edit
-from hfopt.config.load import load_bytes
-from hfopt.config.values import same
+from hfopt.config.argument_values import same
+from hfopt.config.read_job import load_bytes
+from hfopt.config.yaml_edit import edit
 from hfopt.errors import ConfigError
 from hfopt.schema import Change
 

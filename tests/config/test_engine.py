@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.config.engine import model_parallel_of, sharding_of
+from hfopt.config.settings import model_parallel_of, sharding_of
 from hfopt.errors import ConfigError
 from hfopt.schema import Sharding
 

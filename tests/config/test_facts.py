@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.config.load import load_bytes
+from hfopt.config.read_job import load_bytes
 from hfopt.schema import Lora, Quantization, TrainJob
 
 ARGUMENTS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.config.load import Loaded, load, load_bytes
+from hfopt.config.read_job import Loaded, load, load_bytes
 from hfopt.errors import ConfigError
 from hfopt.schema import TrainJob
 

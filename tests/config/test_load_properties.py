@@ -9,9 +9,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hfopt.config.edit import upgrade
-from hfopt.config.keys import ALIASES, GONE, known_elsewhere
-from hfopt.config.load import load_bytes
+from hfopt.config.read_job import load_bytes
+from hfopt.config.training_arguments import ALIASES, GONE, known_elsewhere
+from hfopt.config.yaml_edit import upgrade
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import installed
 from hfopt.redact import scrub

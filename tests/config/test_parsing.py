@@ -9,9 +9,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.config.document import Node
-from hfopt.config.load import load_bytes
-from hfopt.config.parsing import MAX_BYTES, parse, read_bytes
+from hfopt.config.read_job import load_bytes
+from hfopt.config.yaml_document import MAX_BYTES, Node, parse, read_bytes
 from hfopt.errors import ConfigError, HfoptError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.config.edit import edit
-from hfopt.config.load import Loaded, load_bytes
+from hfopt.config.read_job import Loaded, load_bytes
+from hfopt.config.yaml_edit import edit
 from hfopt.errors import ConfigError
 from hfopt.schema import Change
 

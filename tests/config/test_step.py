@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.config.step import checkpointing_of, full_checkpointing, step_settings
+from hfopt.config.settings import checkpointing_of, full_checkpointing, step_settings
 from hfopt.schema import Checkpointing
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from versions import BEFORE_5
 
-from hfopt.config.step import checkpointing_of, precision_of
+from hfopt.config.settings import checkpointing_of, precision_of
 from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
 

@@ -1,17 +1,157 @@
-"""The splices of text that one operation needs, wherever the value stands: block or flow, behind an anchor, an alias or a merge key."""
+"""How one change of one key becomes splices of text, in the style of the file it stands in.
+
+What can be done to one key of one section: set it, rename it, drop it.
+
+A Python value as YAML text that PyYAML's safe loader reads back as exactly that value, in the style of what stood there.
+
+The habits of a file: its newline, indentation, spelling of true, quotes and columns, so that what is added looks like the rest.
+
+The splices of text that one operation needs, wherever the value stands: block or flow, behind an anchor, an alias or a merge key.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.document import Document, Entry, Node, NodePath, Use
-from hfopt.config.keys import kin
-from hfopt.config.operations import Operation
-from hfopt.config.render import render
-from hfopt.config.style import Style
-from hfopt.config.values import same
+import yaml
+
+from hfopt.config.argument_values import same, spelled_float
+from hfopt.config.training_arguments import kin
+from hfopt.config.yaml_document import Document, Entry, Node, NodePath, Use
 from hfopt.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operation:
+    path: NodePath  # of the mapping
+    key: str  # as the file writes it
+    after: Any = None
+    remove: bool = False
+    rename_to: str | None = None
+    keep_value: bool = False  # a rename that leaves the value's characters alone
+    inherited: bool = False  # true of the data only: the text is changed where the value is written
+
+
+def render(value: Any, *, old: str = "", json_style: bool = False) -> str:
+    """One line of text for `value`. `old` is the source text it replaces: its quotes, capitals and digits are kept where they can be."""
+    if json_style:
+        return json.dumps(value, ensure_ascii=False)
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return _bool(value, old)
+        case int():
+            return str(value)
+        case float():
+            return _float(value, old)
+        case str():
+            return _string(value, old)
+        case list() | tuple():
+            return "[" + ", ".join(render(item) for item in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{render(key)}: {render(item)}" for key, item in value.items()) + "}"
+        case _:
+            return _string(str(value), old)
+
+
+def _bool(value: bool, old: str) -> str:
+    word = "true" if value else "false"
+    text = old.strip()
+    if text in ("True", "False"):
+        return word.capitalize()
+    if text in ("TRUE", "FALSE"):
+        return word.upper()
+    pairs = {"yes": ("yes", "no"), "no": ("yes", "no"), "on": ("on", "off"), "off": ("on", "off")}
+    if text.lower() in pairs:
+        chosen = pairs[text.lower()][0 if value else 1]
+        return chosen.capitalize() if text[:1].isupper() else chosen
+    return word
+
+
+def _float(value: float, old: str) -> str:
+    if not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
+    return spelled_float(old.strip().strip("'\""), value)
+
+
+def _string(value: str, old: str) -> str:
+    quote = old.strip()[:1]
+    if quote == "'" and _fits_single_quotes(value):
+        return "'" + value.replace("'", "''") + "'"
+    if quote == '"' or not _fits_plain(value):
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
+    return value
+
+
+def _fits_single_quotes(value: str) -> bool:
+    return value.isprintable()
+
+
+def _fits_plain(value: str) -> bool:
+    """Plain text that is one word to YAML, within brackets too, and stays a string; anything doubtful is quoted."""
+    if not re.fullmatch(r"[A-Za-z0-9_./~][A-Za-z0-9_./~+\-@]*(?: [A-Za-z0-9_./+\-@]+)*", value):
+        return False
+    try:
+        return bool(yaml.safe_load(value) == value)
+    except (yaml.YAMLError, ValueError):
+        return False
+
+
+_BOOL, _STRING = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
+
+
+class Style:
+    def __init__(self, document: Document) -> None:
+        self.text, self.document = document.text, document
+        newline = re.search(r"\r\n|\r|\n", self.text)
+        self.newline = newline[0] if newline is not None else "\n"
+        bools = (self.text[node.start : node.end] for node in document.nodes() if node.tag == _BOOL and node.anchor is None)
+        self.bool_like = next(bools, "")
+        self.step = next(self._steps(document.root), 2)
+
+    def _steps(self, node: Node) -> Any:
+        """By how much nested block mappings are indented."""
+        for entry in node.entries:
+            inner = entry.value.node
+            if entry.value.alias is None and inner.kind == "mapping" and not inner.flow and inner.entries:
+                yield self._column(inner.entries[0].key_start) - self._column(entry.key_start)
+                yield from self._steps(inner)
+
+    def _column(self, offset: int) -> int:
+        return self.document.place(offset).column
+
+    def value(self, value: Any, mapping: Node, *, json_style: bool = False) -> str:
+        """A new value of a mapping, spelled as its neighbours are."""
+        if isinstance(value, bool):
+            return render(value, old=self.bool_like, json_style=json_style)
+        return render(value, old=self._quote(mapping) if isinstance(value, str) else "", json_style=json_style)
+
+    def _quote(self, mapping: Node) -> str:
+        styles = [entry.value.node.style for entry in mapping.entries if entry.value.node.tag == _STRING]
+        shared = set(styles)
+        return (shared.pop() or "") if len(styles) > 1 and len(shared) == 1 else ""
+
+    def gap(self, mapping: Node, entry_column: int, key: str) -> str:
+        """What stands between a key and its value: `: `, or more where the values of a mapping are aligned."""
+        columns = [self._column(entry.value.start) for entry in mapping.entries if self._on_one_line(entry)]
+        if len(columns) > 2 and len(set(columns)) == 1:
+            return ":" + " " * max(1, columns.pop() - entry_column - len(key) - 1)
+        return ": "
+
+    def _on_one_line(self, entry: Entry) -> bool:
+        between = self.text[entry.key_end : entry.value.start]
+        return bool(between) and "\n" not in between and "\r" not in between
+
+    def key_like(self, entry: Entry, name: str) -> str:
+        """A key, in the quotes of another."""
+        quote = self.text[entry.key_start : entry.key_start + 1]
+        return f"{quote}{name}{quote}" if quote in ("'", '"') else name
+
 
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 

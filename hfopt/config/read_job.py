@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.checks import Found, SectionReader
-from hfopt.config.combined import check_together
-from hfopt.config.data_facts import read_data
-from hfopt.config.dialects import Dialect, Word, dialect_of, implied
-from hfopt.config.document import Document, NodePath
-from hfopt.config.facts import Facts, whole_number
-from hfopt.config.foreign import tool_of
-from hfopt.config.keys import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
-from hfopt.config.model_facts import read_model, trainer_kind
-from hfopt.config.parsing import parse, read_bytes
-from hfopt.config.sections import Layout, Section, find
+from hfopt.config.find_arguments import Layout, Section, find
+from hfopt.config.lookup import Facts, whole_number
+from hfopt.config.model_and_data import read_data, read_model, trainer_kind
+from hfopt.config.other_tools import Dialect, Word, dialect_of, implied, tool_of
+from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
+from hfopt.config.validate import Found, SectionReader, check_together
+from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import Installed, installed
 from hfopt.redact import is_secret

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.config.keys import ALSO_TAKES, GONE_VALUES
+from hfopt.config.training_arguments import ALSO_TAKES, GONE_VALUES
 from hfopt.facts.training_keys import Field
 from hfopt.redact import shown
 

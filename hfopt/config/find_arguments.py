@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.document import Document, Node, NodePath, shared_depth
-from hfopt.config.keys import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
+from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
+from hfopt.config.yaml_document import Document, Node, NodePath, shared_depth
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import Installed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hfopt.config.document import NodePath, shared_depth
+from hfopt.config.yaml_document import NodePath, shared_depth
 
 
 class Facts:
