@@ -51,8 +51,7 @@ def _chosen(text: str | None, able: tuple[str, ...], option: str) -> Any:
 
 
 def complete_gpu(incomplete: str) -> list[str]:
-    from hfopt.hardware.names import shorthand
-    from hfopt.hardware.table import entries
+    from hfopt.hardware.catalog import entries, shorthand
 
     return _beginning(incomplete.lower(), (shorthand(entry.name) for entry in entries()))
 

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from hfopt.hardware.checkup import Checkup
-    from hfopt.hardware.probe import Probe
+    from hfopt.hardware.installed_software import Probe
     from hfopt.schema import Gpu
 
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}

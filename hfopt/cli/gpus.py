@@ -32,8 +32,7 @@ def gpus(
       hfopt gpus a100                         all that go by that name
       hfopt gpus rtx 4060 laptop --json       for a program
     """
-    from hfopt.hardware.catalog import matching
-    from hfopt.hardware.table import entries
+    from hfopt.hardware.catalog import entries, matching
 
     found = [entry.figures for entry in (matching(" ".join(name)) if name else entries())]
     if as_json:

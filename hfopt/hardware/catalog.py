@@ -1,4 +1,14 @@
-"""Finding a card in the catalog by any reasonable name, the user's or NVML's.
+"""The catalog of cards (gpus.toml), and finding one in it by any reasonable name.
+
+What a card is called, forgivingly: a name becomes a set of words in which spelling, order and vendor prefixes do not matter.
+
+'NVIDIA GeForce RTX 4060 Laptop GPU', 'rtx 4060 laptop' and '4060-Mobile' are all {4060, laptop}; 'A100-SXM4-80GB' is {a100, sxm, 80gb}.
+
+gpus.toml, read: one entry per card, with peaks computed from SMs, clocks and the architecture's rates.
+
+peak = SMs × operations per SM and clock × clock. A MIG instance is an entry of its own: SMs for its peaks, memory slices for its bandwidth.
+
+Finding a card in the catalog by any reasonable name, the user's or NVML's.
 
 A name that fits several cards of different memory is refused with the list; if they differ only in form factor (A100-80GB: SXM or PCIe)
 the slowest is taken and that is said, so that no speed is promised in vain.
@@ -7,17 +17,183 @@ the slowest is taken and that is said, so that no speed is promised in vain.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HardwareError
-from hfopt.hardware.names import is_mig, plain, size_gb, without_size, words
-from hfopt.hardware.table import Entry, entries, mig_entries, table
-from hfopt.units import format_bytes
+from hfopt.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from hfopt.schema import Gpu
+
+
+_NOISE = frozenset(
+    {"nvidia", "geforce", "rtx", "gtx", "tesla", "gpu", "graphics", "card", "generation", "gen", "edition", "design", "with"}
+    | {"hbm2", "hbm2e", "hbm3e"}  # but not hbm3: it tells the H100 SXM from the H100 PCIe
+)
+_SYNONYMS = {"mobile": "laptop", "notebook": "laptop", "ws": "workstation"}
+_REWRITES = (
+    (r"(\d[a-z]*(?:[\s_-]+[a-z]+)?)[\s_-]+(\d{1,3})$", r"\1 \2gb"),  # 'A100-80', but not 'GTX 980'
+    (r"titan[\s_-]*(rtx|xp|x|v)\b", r"titan\1"),  # here 'rtx' is the name
+    (r"max[\s_-]*q", "maxq"),
+    (r"(?<![.\d])(\d+)\s*gi?b\b", r" \1gb "),  # but not in the MIG profile 1g.5gb
+    (r"\bsxm\d?\b", "sxm"),
+    (r"\bpci-?e\b", "pcie"),
+    (r"\b(rtx|gtx)(?=[a\d])", r"\1 "),
+    (r"\b(\d{4})(ti|super|tisuper|m|d|s)\b", r"\1 \2"),
+    (r"\b(\d{4})\s*(ti)?\s*m\b", r"\1 \2 laptop"),
+    (r"\b(\d{4}(?:\s*ti)?)\s*s\b", r"\1 super"),
+    (r"\btisuper\b", "ti super"),
+)
+_SIZE = r"(\d+)gb"
+
+
+@lru_cache(maxsize=1024)
+def words(name: str) -> frozenset[str]:
+    """The words of a name that tell cards apart."""
+    return frozenset(_in_order(name))
+
+
+def shorthand(name: str) -> str:
+    """The same as one word, to be typed: 'GeForce RTX 3070 Laptop' -> '3070-laptop'."""
+    return "-".join(_in_order(name))
+
+
+def _in_order(name: str) -> list[str]:
+    text = name.lower()
+    for pattern, replacement in _REWRITES:
+        text = re.sub(pattern, replacement, text)
+    found = re.findall(r"\d+g\.\d+gb|[a-z]*\d+[a-z]*|[a-z]+", text)
+    return [_SYNONYMS.get(word, word) for word in found if word not in _NOISE]
+
+
+def is_mig(found: frozenset[str]) -> bool:
+    """Whether the words name a MIG instance ('mig', '1g.5gb') and not a whole card."""
+    return "mig" in found or any(re.fullmatch(r"\d+g\.\d+gb", word) for word in found)
+
+
+def size_gb(found: frozenset[str]) -> int | None:
+    """The memory size among the words ('80gb' -> 80), if there is one."""
+    return next((int(match[1]) for word in found if (match := re.fullmatch(_SIZE, word))), None)
+
+
+def without_size(found: frozenset[str]) -> frozenset[str]:
+    return frozenset(word for word in found if not re.fullmatch(_SIZE, word))
+
+
+def plain(name: str) -> str:
+    """A product name as a key: lower case, one space, no vendor prefix (drivers before 465 left 'NVIDIA' out) and no trailing 'GPU'."""
+    text = " ".join(name.lower().replace("(tm)", "").split())
+    return text.removeprefix("nvidia ").removesuffix(" gpu")
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""One direction, after 8b/10b (1, 2), 128b/130b (3 to 5) or FLIT (6) coding: PCI Express Base Specification 6.0."""
+
+
+class Entry:
+    """A card and every name it goes by. `figures` are the arguments of schema.Gpu, so that listing cards need not load the schema."""
+
+    def __init__(self, figures: Mapping[str, Any], nvml_names: Iterable[str]) -> None:
+        self.figures = figures
+        self.names: tuple[str, ...] = (figures["name"], *nvml_names)
+
+    @cached_property
+    def gpu(self) -> Gpu:
+        from hfopt.schema import Gpu
+
+        return Gpu(**self.figures)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def spellings(self) -> tuple[frozenset[str], ...]:
+        return tuple(words(name) for name in self.names)
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """The file as it is, read once."""
+    read: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("gpus.toml").read_text(encoding="utf-8"))
+    return read
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Every card, in the file's order."""
+    architectures = table()["architectures"]
+    return tuple(_entry(card, architectures[card["architecture"]]) for card in table()["cards"])
+
+
+@cache
+def mig_entries() -> tuple[Entry, ...]:
+    """The MIG instances of the cards that can be split, as cards of their own."""
+    whole = {entry.name: entry for entry in entries()}
+    return tuple(
+        _instance(whole[name], profile, share, group)
+        for group in table()["mig"]
+        for name in group["cards"]
+        for profile, share in group["profiles"].items()
+    )
+
+
+def driver_reserve_mib(memory_mib: int) -> float:
+    """What the driver is taken to keep of a card's memory where no report says; gpus.toml says what it rests on."""
+    reserve = table()["driver_reserve"]
+    return float(min(reserve["fixed_mib"] + reserve["share"] * memory_mib, reserve["most_mib"]))
+
+
+def _instance(card: Entry, profile: str, share: tuple[int, int, int], group: Mapping[str, Any]) -> Entry:
+    """An instance's share of the card: SMs for the peaks, memory slices for the bandwidth."""
+    mib, sms, slices = share
+    of_card = card.figures
+    figures = {
+        **of_card,
+        "name": f"{card.name} MIG {profile}",
+        "memory_bytes": mib * MIB,
+        "usable_bytes": mib * MIB,
+        "sms": sms,
+        "bandwidth_bytes_per_s": of_card["bandwidth_bytes_per_s"] * slices / group["slices"],
+        "peak_flops": {precision: peak * sms / of_card["sms"] for precision, peak in of_card["peak_flops"].items()},
+        "nvlink_bytes_per_s": None,
+        "mig": True,
+        "source": group["source"],
+    }
+    return Entry(figures, [f"{name} MIG {profile}" for name in card.names[1:]])
+
+
+def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
+    boost_hz, tensor_hz = card["boost_mhz"] * 1e6, card.get("tensor_mhz", card["boost_mhz"]) * 1e6
+    figures = {
+        "name": card["name"],
+        "memory_bytes": card["memory_mib"] * MIB,
+        "usable_bytes": int(card.get("usable_mib", card["memory_mib"] - driver_reserve_mib(card["memory_mib"])) * MIB),
+        "capability": (architecture["capability"][0], architecture["capability"][1]),
+        "sms": card["sms"],
+        "bandwidth_bytes_per_s": card["bandwidth_gb_s"] * 1e9,
+        "peak_flops": {
+            precision: card["sms"] * rate * (boost_hz if precision == "fp32" else tensor_hz)
+            for precision, rate in architecture["flops_per_sm_clock"].items()
+        },
+        "power_limit_w": card["power_w"],
+        "pcie_bytes_per_s": PCIE_BYTES_PER_S_PER_LANE[card["pcie_generation"]] * card["pcie_lanes"],
+        "nvlink_bytes_per_s": card["nvlink_gb_s"] * 1e9 if "nvlink_gb_s" in card else None,
+        "nvlink_by_bridge": card.get("nvlink_bridge", False),
+        "catalog_name": card["name"],
+        "source": card["source"],
+    }
+    return Entry(figures, card.get("nvml", ()))
 
 
 class UnknownCardError(HardwareError):

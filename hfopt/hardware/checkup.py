@@ -1,19 +1,200 @@
-"""A look at this machine for `hfopt doctor`: detection, installed software, what the driver says now, and what follows from it."""
+"""A look at this machine for `hfopt doctor`, and what of it would slow training or keep it off the card.
+
+What would slow training here, or keep it off the card: pure judgements over what was detected, each with what to do about it.
+
+An error keeps training off the GPU, a warning slows it or may stop it, a note is worth knowing.
+
+A look at this machine for `hfopt doctor`: detection, installed software, what the driver says now, and what follows from it.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from hfopt.hardware import nvml
+from hfopt.hardware import catalog, nvml
 from hfopt.hardware.detect import detect
-from hfopt.hardware.health import Surroundings, findings
-from hfopt.hardware.probe import Probe, probe
-from hfopt.hardware.probe import problems as disagreements
-from hfopt.hardware.software import Software, installed
+from hfopt.hardware.installed_software import Probe, Software, TorchBuild, installed, probe
+from hfopt.hardware.installed_software import problems as disagreements
 from hfopt.schema import Gpu, Hardware, Problem
+from hfopt.units import GIB, format_bytes
+
+OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""The oldest Linux driver for any build of a CUDA major version: CUDA Toolkit release notes, minor version compatibility."""
+
+FIRST_CUDA_FOR = {(8, 0): (11, 0), (8, 6): (11, 1), (8, 7): (11, 4), (8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (12, 0): (12, 8)}
+"""The CUDA version that first compiles for a capability: CUDA Toolkit release notes, new architectures."""
+
+_SLOW_SETTINGS = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it to end; it is for debugging"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor is a cudaMalloc; it is for debugging"),
+    "NVIDIA_TF32_OVERRIDE": ("0", "TF32 is switched off for every library"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked against the other ranks; it is for debugging"),
+    "NCCL_P2P_DISABLE": ("1", "cards talk to each other through host memory"),
+}
+_SMALL_SHARED_MEMORY_BYTES = GIB
+_CORES_PER_GPU = 2  # the process that launches kernels and one that loads data
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What else bears on speed. `readings` holds what each card reports at the moment, by UUID."""
+
+    environment: Mapping[str, str]
+    shared_memory_bytes: int | None = None  # /dev/shm, through which loader workers hand over batches
+    nvidia_on_bus: bool = False
+    nvml_problem: str | None = None
+    throttle: Mapping[str, tuple[str, ...]] | None = None
+    lanes: Mapping[str, tuple[int, int]] | None = None  # PCIe lanes in use and possible
+
+
+def findings(hardware: Hardware, software: Software, around: Surroundings) -> tuple[Problem, ...]:
+    """Everything worth telling, the worst first."""
+    found = [*_driver(hardware, software, around), *_packages(hardware, software), *_host(hardware, around)]
+    for gpu in hardware.gpus:
+        found += [*_card(gpu, around), *_build_for(gpu, software.torch)]
+    found += [_problem("note", "note", note) for note in hardware.notes]
+    order = ("error", "warning", "note")
+    unique = {(problem.code, problem.message): problem for problem in found}
+    return tuple(sorted(unique.values(), key=lambda problem: order.index(problem.severity)))
+
+
+def _problem(severity: Literal["error", "warning", "note"], code: str, message: str, fix: str | None = None) -> Problem:
+    return Problem(severity=severity, code=code, key=None, place=None, message=message, fix=fix)
+
+
+def _driver(hardware: Hardware, software: Software, around: Surroundings) -> Iterator[Problem]:
+    if around.nvidia_on_bus and around.nvml_problem:
+        yield _problem(
+            "error",
+            "driver_unreachable",
+            f"an NVIDIA card is on the bus, but its driver does not answer: {around.nvml_problem}",
+            "load or install the driver; after an update of the driver, reboot; in a container, start it with --gpus all",
+        )
+    build = software.torch
+    if not (build and build.cuda and hardware.cuda_version):
+        return
+    needs, has = _numbers(build.cuda), _numbers(hardware.cuda_version)
+    if has[0] < needs[0]:
+        oldest = OLDEST_DRIVER.get(needs[0])
+        yield _problem(
+            "error",
+            "driver_too_old",
+            f"driver {hardware.driver_version} runs at most CUDA {hardware.cuda_version}; torch {build.version} is built for {build.cuda}",
+            f"update the driver{f' to {oldest} or newer' if oldest else ''}, or install a torch built for CUDA {has[0]}",
+        )
+    elif has < needs:
+        yield _problem(
+            "note",
+            "driver_older",
+            f"torch is built for CUDA {build.cuda}, the driver is of {hardware.cuda_version}: it runs, but kernels that are "
+            "compiled on the spot (torch.compile, Triton) may need a newer driver",
+        )
+
+
+def _packages(hardware: Hardware, software: Software) -> Iterator[Problem]:
+    nvidia = any(gpu.vendor == "nvidia" for gpu in hardware.gpus)
+    if software.torch is None:
+        yield _problem("error", "no_torch", "torch is not installed", "pip install torch")
+    elif software.torch.cpu_only and nvidia:
+        yield _problem(
+            "error",
+            "cpu_only_torch",
+            f"torch {software.torch.version} is a CPU-only build: training would leave the GPU idle",
+            "pip install --force-reinstall torch (the plain package has the CUDA build on Linux)",
+        )
+    if software.deprecated_pynvml:
+        yield _problem(
+            "warning",
+            "deprecated_pynvml",
+            f"the deprecated package pynvml {software.deprecated_pynvml} is installed; it stands in the way of nvidia-ml-py",
+            "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",
+        )
+    if software.nvidia_ml_py is None:
+        yield _problem(
+            "warning", "no_nvidia_ml_py", "nvidia-ml-py is not installed: the card cannot be watched", "pip install nvidia-ml-py"
+        )
+
+
+def _host(hardware: Hardware, around: Surroundings) -> Iterator[Problem]:
+    cards = max(1, len(hardware.gpus))
+    if hardware.gpus and hardware.host.cores < _CORES_PER_GPU * cards:
+        yield _problem(
+            "warning",
+            "few_cores",
+            f"{hardware.host.cores:g} cores for {len(hardware.gpus)} GPU(s): one is to launch kernels and one to load data for each",
+            "give the container more cores (docker --cpus, Slurm --cpus-per-task), or tokenize the dataset beforehand",
+        )
+    gpu_bytes = sum(gpu.memory_bytes for gpu in hardware.gpus if gpu.vendor == "nvidia")
+    if gpu_bytes and hardware.host.ram_bytes < gpu_bytes / 2:
+        ram, total = format_bytes(hardware.host.ram_bytes), format_bytes(gpu_bytes)
+        yield _problem("note", "little_ram", f"{ram} of RAM beside {total} of GPU memory: loading and saving large models may not fit")
+    if around.shared_memory_bytes is not None and around.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
+        yield _problem(
+            "warning",
+            "small_shared_memory",
+            f"/dev/shm has {format_bytes(around.shared_memory_bytes)}: loader workers hand batches over through it and die when it is full",
+            "docker run --shm-size=8g (or --ipc=host)",
+        )
+    for name, (bad, why) in _SLOW_SETTINGS.items():
+        if around.environment.get(name) == bad:
+            yield _problem("warning", "slow_setting", f"{name}={bad}: {why}", f"unset {name}")
+
+
+def _card(gpu: Gpu, around: Surroundings) -> Iterator[Problem]:
+    held = gpu.memory_bytes - (gpu.free_bytes or 0) - (gpu.memory_bytes - (gpu.usable_bytes or gpu.memory_bytes))
+    if gpu.free_bytes is not None and held > 0.1 * gpu.memory_bytes:
+        yield _problem("warning", "shared_card", f"{gpu.name}: {format_bytes(held)} are held by other processes", "nvidia-smi shows which")
+    known = catalog.find(gpu.catalog_name) if gpu.catalog_name else None
+    if known and not gpu.mig and gpu.power_limit_w and known.power_limit_w and gpu.power_limit_w < 0.9 * known.power_limit_w:
+        message = f"{gpu.name}: the power limit is {gpu.power_limit_w:.0f} W, the catalog's speed is for {known.power_limit_w:.0f} W"
+        yield _problem("note", "power_limit", message, "nvidia-smi -pl raises it where the maker allows")
+    if reasons := (around.throttle or {}).get(gpu.uuid or ""):
+        yield _problem("warning", "throttled", f"{gpu.name} holds its clocks down now: {', '.join(reasons)}", "check cooling and power")
+    used, possible = (around.lanes or {}).get(gpu.uuid or "", (0, 0))
+    if used < possible:
+        yield _problem("warning", "pcie_lanes", f"{gpu.name} uses {used} of {possible} PCIe lanes", "another slot, or a riser's seat")
+    if gpu.vendor == "nvidia" and gpu.capability and not gpu.supports("bf16"):
+        need = "bf16 and TF32 need compute capability 8.0"
+        fp16 = "use fp16" if gpu.capability >= (7, 0) else "fp16 saves memory here, but no time"
+        yield _problem("note", "no_bf16", f"{gpu.name} ({_dotted(gpu.capability)}): {need}; {fp16}")
+
+
+def _build_for(gpu: Gpu, build: TorchBuild | None) -> Iterator[Problem]:
+    """CUDA 13 dropped everything before 7.5, and so did PyTorch's CUDA 12.8 and 12.9 builds since 2.8 (pytorch/pytorch#157517)."""
+    if gpu.capability is None or build is None or build.cuda is None:
+        return
+    cuda, torch = _numbers(build.cuda), _numbers(build.version)
+    if gpu.capability < (7, 5) and (cuda >= (13, 0) or (cuda >= (12, 8) and torch >= (2, 8))):
+        yield _problem(
+            "error",
+            "card_too_old",
+            f"torch {build.version} has no kernels for {gpu.name} ({_dotted(gpu.capability)}): CUDA {build.cuda} builds begin at 7.5",
+            "install a torch built for CUDA 12.6",
+        )
+    needs = max((first for capability, first in FIRST_CUDA_FOR.items() if capability <= gpu.capability), default=(0, 0))
+    if cuda < needs:
+        yield _problem(
+            "error",
+            "build_too_old",
+            f"torch {build.version} has no kernels for {gpu.name} ({_dotted(gpu.capability)}): it takes a build for CUDA {_dotted(needs)}",
+            "pip install --upgrade torch",
+        )
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    """'12.8' -> (12, 8); '2.9.0+cu128' -> (2, 9)."""
+    parts = [int("".join(letter for letter in part if letter.isdigit()) or 0) for part in text.split("+")[0].split(".")]
+    return (parts[0], parts[1] if len(parts) > 1 else 0)
+
+
+def _dotted(pair: tuple[int, int]) -> str:
+    return f"{pair[0]}.{pair[1]}"
+
 
 _NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 

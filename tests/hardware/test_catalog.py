@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
-from hfopt.hardware.names import shorthand
+from hfopt.hardware.catalog import shorthand
 from hfopt.schema import Gpu
 
 each_gpu = pytest.mark.parametrize("gpu", catalog.cards(), ids=lambda gpu: gpu.name)

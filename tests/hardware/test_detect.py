@@ -13,8 +13,8 @@ from nvml_standin import NvmlStandin
 
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
+from hfopt.hardware.catalog import Entry, entries
 from hfopt.hardware.detect import detect, named
-from hfopt.hardware.table import Entry, entries
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hfopt.hardware import catalog
-from hfopt.hardware.health import Surroundings, findings
-from hfopt.hardware.software import Software, TorchBuild
+from hfopt.hardware.checkup import Surroundings, findings
+from hfopt.hardware.installed_software import Software, TorchBuild
 from hfopt.schema import Hardware, Host
 from hfopt.units import GIB
 

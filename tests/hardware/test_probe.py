@@ -13,7 +13,7 @@ import pytest
 
 from hfopt.hardware import catalog
 from hfopt.hardware.detect import named
-from hfopt.hardware.probe import Probe, probe, problems, runs_on
+from hfopt.hardware.installed_software import Probe, probe, problems, runs_on
 from hfopt.schema import Hardware, Host
 from hfopt.units import GIB
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.hardware import checkup, software
+from hfopt.hardware import checkup, installed_software
 from hfopt.hardware.checkup import nvidia_on_bus
-from hfopt.hardware.software import TorchBuild, installed, package_version, parse_build, torch_build
+from hfopt.hardware.installed_software import TorchBuild, installed, package_version, parse_build, torch_build
 
 ANNOTATED = (
     "from typing import Optional\n__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
@@ -42,7 +42,7 @@ def test_it_agrees_with_the_torch_that_is_installed() -> None:
 
 
 def test_looking_does_not_import() -> None:
-    code = "import sys; from hfopt.hardware.software import installed; assert installed().torch; sys.exit('torch' in sys.modules)"
+    code = "import sys; from hfopt.hardware.installed_software import installed; assert installed().torch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -64,11 +64,11 @@ def test_a_card_on_the_bus(tmp_path: Path, vendor: str, kind: str, there: bool) 
 
 
 def test_no_torch_and_a_torch_without_its_version_are_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed_software, "find_spec", lambda name: None)
     assert torch_build() is None
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    monkeypatch.setattr(software, "find_spec", lambda name: spec_from_file_location(name, tmp_path / name / "__init__.py"))
+    monkeypatch.setattr(installed_software, "find_spec", lambda name: spec_from_file_location(name, tmp_path / name / "__init__.py"))
     assert torch_build() is None
     (tmp_path / "torch" / "version.py").write_text(ANNOTATED)
     assert torch_build() == TorchBuild(version="2.9.0+cu128", cuda="12.8")

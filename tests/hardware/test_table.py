@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfopt.hardware import catalog
-from hfopt.hardware.table import Entry, driver_reserve_mib, mig_entries, table
+from hfopt.hardware.catalog import Entry, driver_reserve_mib, mig_entries, table
 from hfopt.schema import Gpu
 
 TABLE: Mapping[str, Any] = table()

@@ -10,7 +10,7 @@ import sys
 import pytest
 from nvml_standin import NvmlStandin
 
-from hfopt.hardware.visible import Listed, visible
+from hfopt.hardware.detect import Listed, visible
 
 CARDS = tuple(Listed(uuid=uuid, speed=1.0) for uuid in ("GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"))
 SPLIT = Listed(uuid="GPU-dd55", split=True)
