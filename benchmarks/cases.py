@@ -43,7 +43,7 @@ class Case:
 
 
 def trained_workload(case: Case) -> Workload:
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
 
     model = ModelSpec(
         name=case.model,

@@ -29,7 +29,7 @@ from hfopt.memory.curve import MemoryCurve, Replay, replay_events
 from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.memory import TRACED_BATCHES
 from hfopt.memory.timeline import Timeline, combine
-from hfopt.model.table import architectures
+from hfopt.model.sources import architectures
 from hfopt.schema import LengthSpread
 from hfopt.trace.kernels import Kernels
 from hfopt.trace.session import Session, Tracer

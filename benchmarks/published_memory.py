@@ -22,7 +22,7 @@ from typing import Any
 
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.memory import estimate
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 from hfopt.units import MIB
 

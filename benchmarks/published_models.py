@@ -11,10 +11,9 @@ import torch
 import transformers
 
 from hfopt.errors import WorkloadError
-from hfopt.model.adapters import add_lora
-from hfopt.model.build import build_here
-from hfopt.model.model import from_spec
-from hfopt.model.table import Architecture, architectures
+from hfopt.model.builder import add_lora, build_here
+from hfopt.model.from_config import from_spec
+from hfopt.model.sources import Architecture, architectures
 from hfopt.schema import DataSpec, Lora, ModelSpec, Task
 
 Row = dict[str, str]

@@ -25,7 +25,7 @@ import torch
 import yaml
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.planner import Request, plan
 from hfopt.planner.space import divisors
 from hfopt.schema import TrainJob
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", default=list(MODELS))
     chosen = parser.parse_args().models
     os.environ["OMP_NUM_THREADS"] = "1"  # of the plan's own dry runs
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer", "hfopt.model.model"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "transformers.trainer", "hfopt.model.from_config"])
     result = {}
     for name in chosen:
         with tempfile.TemporaryDirectory() as folder:

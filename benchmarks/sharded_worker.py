@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec
 
 STEPS = 3

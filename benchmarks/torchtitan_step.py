@@ -19,7 +19,7 @@ from hfopt.memory.allocator_options import AllocatorOptions
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.depth import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.memory.timeline import alone
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
 from hfopt.trace.fsdp import local
 from hfopt.trace.kernels import Kernels

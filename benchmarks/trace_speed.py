@@ -21,7 +21,7 @@ def main() -> None:
 
     result = {"import_transformers_s": time.perf_counter() - began}
     from hfopt.memory.memory import estimate
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
     from hfopt.schema import DataSpec, ModelSpec, StepSettings
 
     for name, model, precision in (

@@ -1,13 +1,36 @@
-"""Losses that the model does not compute itself, and why a loss is not a mean over samples when it is not."""
+"""The losses a model does not compute itself: by task, by preference training, or by the Trainer's own method.
+
+Losses that the model does not compute itself, and why a loss is not a mean over samples when it is not.
+
+Preference training as TRL does it: pairs in one batch, a reference model beside the policy, and losses that compare.
+
+A sample is a pair (DPO, Reward): n samples are 2n sequences, the chosen ones first. DPO and KTO also run the reference model without
+gradients: a frozen second copy of the weights, or with LoRA the same weights with the adapter switched off; none where the answers were
+asked for before. What is left out, and said: GRPO's generation, KTO's extra pass for its KL term.
+
+The modules a Trainer keeps beside its model: a reference model, a loss that is a module. They are copied together.
+
+TRL keeps `ref_model`; sentence-transformers keeps `loss` (one, or one per dataset), which holds the model itself. A copy of the model
+alone would leave the loss with the live one.
+
+A Trainer's own loss, called on a copy of the Trainer that keeps its notes to itself and talks to no other rank.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from hfopt.errors import WorkloadError
 from hfopt.schema import Task
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -47,3 +70,188 @@ def why_batch_dependent(model: nn.Module, task: Task, accepts: frozenset[str]) -
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(p.requires_grad for p in module.parameters()):
             return f"{name} normalises over the batch ({type(module).__name__})"
     return None
+
+
+REFERENCE = "reference_model"  # the name under which a recipe attaches it
+PAIRED = frozenset({"DPO", "Reward"})
+WITH_REFERENCE = frozenset({"DPO", "KTO"})
+_BETA = 0.1  # TRL's default; the memory does not depend on it
+
+NOTES = {
+    "GRPO": "GRPO: the update is estimated as one of a causal LM; generation and its cache are not in it",
+    "KTO": "KTO: the extra pass for the KL term is not in the estimate",
+}
+
+BATCH_DEPENDENT = {"KTO": "KTO: the KL term is a mean over the micro-batch, with mismatched pairs made within it"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """Batches of pairs: twice as many sequences as samples."""
+
+    single: Callable[[int], dict[str, Any]]
+    keep_labels: bool
+
+    def __call__(self, samples: int) -> dict[str, Any]:
+        if samples < 1:
+            raise WorkloadError(f"a batch of {samples} pairs cannot be made", hint="the smallest batch size is 1")
+        batch = self.single(2 * samples)
+        return batch if self.keep_labels else {name: tensor for name, tensor in batch.items() if name != "labels"}
+
+
+def preference_loss(trainer: str, *, asks_reference: bool = True) -> Loss | None:
+    """Without asking: the reference's answers came with the samples (precompute_ref_log_probs), a number for each."""
+    asked = partial(_ratio, asks_reference=asks_reference)
+    losses: dict[str, Loss] = {"DPO": partial(_dpo, ratio=asked), "KTO": partial(_kto, ratio=asked), "Reward": _reward}
+    return losses.get(trainer)
+
+
+def _dpo(model: Any, batch: dict[str, Any], *, ratio: Loss) -> torch.Tensor:
+    """-log σ(β·((chosen - rejected) of the policy - the same of the reference))."""
+    chosen, rejected = ratio(model, batch).chunk(2)
+    return -nn.functional.logsigmoid(_BETA * (chosen - rejected)).mean()
+
+
+def _kto(model: Any, batch: dict[str, Any], *, ratio: Loss) -> torch.Tensor:
+    return (1 - torch.sigmoid(_BETA * ratio(model, batch))).mean()
+
+
+def _ratio(model: Any, batch: dict[str, Any], *, asks_reference: bool) -> torch.Tensor:
+    policy = _sequence_log_probs(model, batch)
+    return policy - (_reference_log_probs(model, batch) if asks_reference else torch.zeros_like(policy))
+
+
+def _reward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """-log σ(reward of the chosen - reward of the rejected)."""
+    chosen, rejected = model(**batch).logits.squeeze(-1).chunk(2)
+    return -nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def _sequence_log_probs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    trained = labels != -100
+    picked = torch.gather(logits, -1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return ((picked - torch.logsumexp(logits, dim=-1)) * trained).sum(-1)
+
+
+def _reference_log_probs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    reference = getattr(model, REFERENCE, None)
+    if reference is not None:
+        reference.eval()
+    without_adapter = model.disable_adapter() if reference is None and hasattr(model, "disable_adapter") else nullcontext()
+    with torch.no_grad(), without_adapter:
+        return _sequence_log_probs(model if reference is None else reference, batch)
+
+
+_NAMES = {"ref_model": REFERENCE, "loss": "loss"}
+CARRIED = "_hfopt_companions"
+"""On a copied model: its companions by the trainer's name for them. A plain attribute: a loss that holds the model is no part of it."""
+
+
+def companions(trainer: Any) -> dict[str, Any]:
+    """By the trainer's name for them."""
+    found: dict[str, Any] = {}
+    for name in _NAMES:
+        value = vars(trainer).get(name)
+        parts = list(value.values()) if isinstance(value, dict) else [value]
+        if parts and all(isinstance(part, nn.Module) and part is not trainer.model for part in parts):
+            found[name] = value
+    return found
+
+
+def modules_of(found: dict[str, Any]) -> tuple[nn.Module, ...]:
+    return tuple(module for value in found.values() for module in (value.values() if isinstance(value, dict) else (value,)))
+
+
+def trained_modules(trainer: Any) -> tuple[nn.Module, ...]:
+    """All that a copy of this training's model would hold."""
+    return (trainer.model, *modules_of(companions(trainer)))
+
+
+def carry(model: nn.Module, found: dict[str, Any]) -> None:
+    """Puts copied companions onto the copied model: a reference as a part of it (it has weights of its own), a loss beside it."""
+    model.__dict__[CARRIED] = found
+    reference = found.get("ref_model")
+    if reference is not None:
+        model.add_module(REFERENCE, reference.requires_grad_(False))
+
+
+def carried(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = model.__dict__.get(CARRIED, {})
+    return found
+
+
+_BIG_ATTRIBUTES = frozenset({"train_dataset", "eval_dataset", "model", "model_wrapped", "optimizer", "lr_scheduler", "accelerator"})
+
+
+def own_loss(trainer: Any) -> Callable[[Any, dict[str, Any]], Any] | None:
+    """The trainer's loss if it is its own; the Trainer's usual one is the model's (label smoothing is a setting of the step)."""
+    from transformers import Trainer
+
+    if type(trainer).compute_loss is Trainer.compute_loss and getattr(trainer, "compute_loss_func", None) is None:
+        return None
+    beside = apart(trainer)
+
+    def compute_loss(model: Any, batch: dict[str, Any]) -> Any:
+        return loss_of(beside, model, batch)
+
+    return compute_loss
+
+
+def loss_of(beside: Any, model: Any, batch: dict[str, Any], **more: Any) -> Any:
+    """`compute_loss` of a trainer copy whose model, reference and loss are those of `model`."""
+    beside.model = beside.model_wrapped = model
+    for name, value in carried(model).items():
+        setattr(beside, name, value)
+    return beside.compute_loss(model, dict(batch), **more)
+
+
+def apart(trainer: Any) -> Any:
+    """A shallow copy whose own notes (metrics, cached columns) are not the live trainer's."""
+    beside = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if (isinstance(value, (dict, list, set)) or name in ("state", "control")) and name not in _BIG_ATTRIBUTES:
+            try:
+                setattr(beside, name, copy.deepcopy(value))
+            except (TypeError, RuntimeError):
+                setattr(beside, name, copy.copy(value))
+    wrapped = inspect.unwrap(vars(trainer).get("compute_loss", _nothing))
+    if getattr(wrapped, "__self__", None) is trainer:  # put around the live one (a rehearsal does so), it would ask the live trainer
+        beside.compute_loss = MethodType(wrapped.__func__, beside)
+    if not hasattr(trainer, "current_gradient_accumulation_steps"):  # the loop sets it, and losses read it
+        beside.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+    if hasattr(trainer, "accelerator"):
+        beside.accelerator = _Alone(trainer.accelerator)
+    return beside
+
+
+def _nothing() -> None: ...
+
+
+class _Alone:
+    """An accelerator that gathers from this rank only: the others do not plan, so an exchange would wait for them for ever."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    num_processes, process_index, local_process_index, is_main_process, is_local_main_process = 1, 0, 0, True, True
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def gather_for_metrics(self, data: Any, *_: Any, **__: Any) -> Any:
+        return data
+
+    def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def pad_across_processes(self, tensor: Any, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def wait_for_everyone(self) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)

@@ -47,12 +47,12 @@ class Device:
         )
 
     def stored_in(self, workload: Workload) -> str | None:
-        from hfopt.model.recipe import stored_in
+        from hfopt.model.builder import stored_in
 
         return stored_in(workload)
 
     def trained_in(self, workload: Workload) -> str | None:
-        from hfopt.model.recipe import DTYPE_OPTION
+        from hfopt.model.builder import DTYPE_OPTION
 
         stated = getattr(getattr(workload.build_model, "config", None), DTYPE_OPTION, None)
         return None if stated is None else str(stated).removeprefix("torch.")

@@ -207,7 +207,7 @@ def block_classes(subject: Subject) -> tuple[str, ...]:
     """The classes of the repeated blocks: what FSDP wraps one by one."""
     import torch
 
-    from hfopt.model.recipe import Recipe
+    from hfopt.model.builder import Recipe
 
     build = subject.workload.build_model
     if isinstance(build, Recipe):

@@ -34,7 +34,7 @@ def _from_arguments(args: Any, request: Request) -> Subject:
 
 
 def _from_trainer(trainer: Any, request: Request) -> Subject:
-    from hfopt.model.trainer import collator_of, from_trainer
+    from hfopt.model.from_trainer import collator_of, from_trainer
 
     hardware = live_hardware(trainer, request)
     workload = from_trainer(trainer)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hfopt.memory.context import context_bytes
-from hfopt.model.companions import trained_modules
+from hfopt.model.losses import trained_modules
 from hfopt.planner.request import Request, hardware_of
 from hfopt.schema import Gpu, Hardware
 

@@ -204,7 +204,7 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
 
 
 def _lean_workload_of(job: TrainJob) -> Workload:
-    from hfopt.model.lean import lean_imports, spare_scipy
+    from hfopt.model.fast_import import lean_imports, spare_scipy
 
     with lean_imports():
         spare_scipy()
@@ -212,7 +212,7 @@ def _lean_workload_of(job: TrainJob) -> Workload:
 
 
 def workload_of(job: TrainJob) -> Workload:
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
 
     made = from_spec(job.model, job.data, trainer=job.trainer)
     grouped = job.args.get("train_sampling_strategy") == "group_by_length" or job.args.get("group_by_length") is True

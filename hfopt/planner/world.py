@@ -44,7 +44,7 @@ def hidden_size(subject: Subject) -> int | None:
 
 def weight_bytes(subject: Subject) -> int:
     """Of one weight as it is stored while training."""
-    from hfopt.model.recipe import stored_in
+    from hfopt.model.builder import stored_in
 
     return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
 

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from hfopt.errors import WorkloadError
-from hfopt.model.copies import copies_of
-from hfopt.model.own_loss import apart, loss_of
+from hfopt.model.from_trainer import collator_of, copies_of
+from hfopt.model.losses import apart, loss_of
 from hfopt.model.samples import readable_samples, same_random_state
-from hfopt.model.trainer import collator_of
 from hfopt.probe.tiny import shrink
 from hfopt.schema import Neutrality
 

@@ -37,7 +37,7 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
     """
     import transformers
 
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
 
     if workload is None:
         workload = from_spec(job.model, job.data, trainer=job.trainer)
@@ -59,7 +59,7 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
 def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
     import transformers
 
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
     from hfopt.model.sources import find_config
     from hfopt.probe.tiny import SMALL_IMAGE, has_image_size, shrink
 

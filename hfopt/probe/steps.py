@@ -15,8 +15,8 @@ from torch import nn
 from hfopt.compat import let_gradients_through
 from hfopt.errors import DryRunError
 from hfopt.model.batch import with_decoder_inputs
-from hfopt.model.build import skeleton
-from hfopt.model.model import from_spec
+from hfopt.model.builder import skeleton
+from hfopt.model.from_config import from_spec
 from hfopt.probe.arguments import Device, Extent, evaluates, training_arguments
 from hfopt.probe.meters import CpuMeter, CudaMeter, StepClock
 from hfopt.schema import Candidate, TrainJob, Workload

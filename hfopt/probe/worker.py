@@ -14,7 +14,7 @@ import warnings
 from pathlib import Path
 
 from hfopt.errors import HfoptError
-from hfopt.model.lean import lean_imports, spare_datasets, spare_scipy
+from hfopt.model.fast_import import lean_imports, spare_datasets, spare_scipy
 from hfopt.schema import Candidate
 
 

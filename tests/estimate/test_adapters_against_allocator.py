@@ -12,7 +12,7 @@ import pytest
 from transformers import LlamaConfig
 
 from hfopt.memory.memory import estimate
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB
 
@@ -31,7 +31,7 @@ from dataclasses import replace
 from transformers import Trainer, TrainingArguments
 from test_adapters_against_allocator import ADAPTED, BATCH, LENGTH
 from hfopt.schema import DataSpec
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 workload = from_spec(replace(ADAPTED[sys.argv[1]], name=sys.argv[2]), DataSpec(max_length=LENGTH))
 arguments = TrainingArguments(output_dir=tempfile.mkdtemp(), per_device_train_batch_size=BATCH, max_steps=3, bf16=True, optim="adamw_torch",
     report_to=[], save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, remove_unused_columns=False)

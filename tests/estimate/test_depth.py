@@ -11,7 +11,7 @@ import pytest
 
 from hfopt.memory.depth import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
 from hfopt.memory.memory import estimate, traced
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
 
 SIZES = ZeroSizes(reduce_bucket=512 * 512, prefetch_bucket=512 * 512)

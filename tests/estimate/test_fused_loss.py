@@ -9,7 +9,7 @@ import pytest
 
 from hfopt.errors import TraceError
 from hfopt.memory.memory import Estimate, estimate
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 
 WIDTH, VOCABULARY, LENGTH = 64, 4096, 128

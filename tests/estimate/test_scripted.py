@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hfopt.memory.memory import estimate
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
 
 

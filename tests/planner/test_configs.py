@@ -15,7 +15,7 @@ import yaml
 
 from hfopt.hardware import catalog
 from hfopt.memory.memory import Estimate, estimate
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.planner import Plan, Request, plan
 from hfopt.schema import DataSpec, ModelSpec, StepSettings, Workload
 from hfopt.virtual.launch import environment

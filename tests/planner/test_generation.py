@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits, WorkloadError
-from hfopt.model import generated
-from hfopt.model.model import from_spec
+from hfopt.model import samples
+from hfopt.model.from_config import from_spec
 from hfopt.planner.generation import check_generation, completions_at_once, writing_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
@@ -81,17 +81,17 @@ def test_what_does_not_fit_is_said_with_what_would(subject: Subject) -> None:
 
 
 def test_prompts_are_texts_conversations_or_neither() -> None:
-    assert generated._text("once upon") == "once upon"
-    assert generated._text([{"role": "user", "content": "once"}, "upon"]) == "once upon"
-    assert generated._text(7) == "7"
+    assert samples._text("once upon") == "once upon"
+    assert samples._text([{"role": "user", "content": "once"}, "upon"]) == "once upon"
+    assert samples._text(7) == "7"
 
 
 def test_no_completions_and_no_prompts_are_said() -> None:
-    made = generated.Generated(prompt=8, completion=4, with_reference=True)
+    made = samples.Generated(prompt=8, completion=4, with_reference=True)
     batch = made(3)
     assert batch["prompt_ids"].shape == (3, 8) and batch["ref_per_token_logps"].shape == (3, 4) and batch["num_items_in_batch"] == 12
     assert batch["prompt_mask"].sum(1).tolist() == [8, 8, 6], "the last one is padded on the left"
     with pytest.raises(WorkloadError, match="a batch of 0 completions"):
         made(0)
     with pytest.raises(WorkloadError, match="the prompts cannot be looked at"):
-        generated._longest_prompt(SimpleNamespace(train_dataset=iter(())))
+        samples._longest_prompt(SimpleNamespace(train_dataset=iter(())))

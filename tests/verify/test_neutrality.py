@@ -141,7 +141,7 @@ def test_a_broken_cache_entry_is_probed_again(job_of: Callable[..., TrainJob], o
 
 def test_a_users_own_code_is_not_cached(job_of: Callable[..., TrainJob]) -> None:
     job = job_of("gpt2", trust_remote_code=True)
-    from hfopt.model.model import from_spec
+    from hfopt.model.from_config import from_spec
 
     workload = from_spec(replace(job.model, trust_remote_code=False), job.data)
     assert neutrality._cached_at(job, workload, "5.0") is None

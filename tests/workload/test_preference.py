@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec
 
 Tiny = Callable[..., str]

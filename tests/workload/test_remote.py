@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import WorkloadError
-from hfopt.model.model import from_spec
+from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec
 
 CODE = """

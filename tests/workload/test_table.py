@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.model.build import skeleton
-from hfopt.model.model import from_spec
-from hfopt.model.table import Architecture, architectures, find, near_names
+from hfopt.model.builder import skeleton
+from hfopt.model.from_config import from_spec
+from hfopt.model.sources import Architecture, architectures, find, near_names
 from hfopt.schema import DataSpec, ModelSpec
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedModel, Trainer, TrainingArguments
 
 from hfopt.errors import WorkloadError
-from hfopt.model import trainer as trainer_module
+from hfopt.model import from_trainer as trainer_module
+from hfopt.model.from_trainer import from_trainer
 from hfopt.model.samples import longest_samples, sample_size, shares
-from hfopt.model.trainer import from_trainer
 
 LENGTHS = [3, 9, 5, 21, 7, 4]
 CONFIG = BertConfig(

@@ -40,8 +40,7 @@ def llama(*, lora: bool = False) -> Workload:
     )
 
     def build() -> Any:
-        from hfopt.model.adapters import add_lora
-        from hfopt.model.build import build_here
+        from hfopt.model.builder import add_lora, build_here
         from hfopt.schema import Lora
 
         def assemble() -> Any:

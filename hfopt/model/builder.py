@@ -1,8 +1,23 @@
-"""How a model is put together: configuration → class with its head → packed weights → frozen parts → adapters."""
+"""How a model is put together: configuration, head, packed weights, frozen parts, adapters, wherever the caller builds it.
+
+Building a model wherever the caller stands: under a fake-tensor mode, on the meta device, or for real.
+
+Fake and meta models are built the same way: every parameter goes to the meta device the moment a module registers it, so no weight is
+ever held, while buffers and plain tensors stay real, so `.item()` in a constructor (drop-path rates) works. Adapters and quantization are
+put on that skeleton. Then parameters become what the caller's context asks for. Nothing is swapped in place, so weak references to
+parameters (which peft and the fake mode both hold) never get in the way. A real build runs the model's own initialisation.
+
+Which parameters train: LoRA and DoRA adapters through peft, and frozen modules.
+
+How a model is put together: configuration → class with its head → packed weights → frozen parts → adapters.
+"""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +25,149 @@ import huggingface_hub.errors
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
-from hfopt.model.adapters import add_lora, freeze
-from hfopt.model.build import build_here, skeleton
 from hfopt.model.heads import Head
-from hfopt.model.preference import REFERENCE
+from hfopt.model.losses import REFERENCE
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
-from hfopt.schema import ModelSpec, Workload
+from hfopt.schema import Lora, ModelSpec, Task, Workload
+
+
+def build_here(assemble: Callable[[], nn.Module], real: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """The module that `assemble()` makes, in the form of the calling context, in training mode; `real` makes it where tensors are real."""
+    fake_mode = _active_fake_mode()
+    if fake_mode is not None:
+        model = skeleton(assemble)
+        _replace_tensors(model, lambda tensor: _fake(tensor, fake_mode))
+        return model
+    if torch.empty(0).device.type == "meta":  # torch 2.6's get_default_device does not see a `with torch.device`
+        model = skeleton(assemble)
+        _replace_tensors(model, lambda tensor: tensor.to("meta"))
+        return model
+    return (real or assemble)().train()
+
+
+@contextmanager
+def unfaked() -> Iterator[None]:
+    """Tensors made in here are real CPU tensors whatever the caller's context."""
+    with _disable_current_modes(), torch.device("cpu"):
+        yield
+
+
+def skeleton(assemble: Callable[[], nn.Module]) -> nn.Module:
+    """The module with its parameters on the meta device and its buffers real."""
+    with unfaked(), _parameters_on_meta():
+        return assemble().train()
+
+
+def _active_fake_mode() -> FakeTensorMode | None:
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in reversed(modes) if isinstance(mode, FakeTensorMode)), None)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            attributes = parameter.__dict__
+            parameter = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            parameter.__dict__.update(attributes)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if tensor.device.type == "meta":
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return mode.from_tensor(tensor)
+
+
+def _replace_tensors(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each parameter and buffer once, so that what was tied stays tied."""
+    converted: dict[int, Any] = {}
+    for module in model.modules():
+        for registry in (module._parameters, module._buffers):
+            for name, tensor in registry.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in converted:
+                    converted[id(tensor)] = _converted(tensor, convert), tensor
+                registry[name] = converted[id(tensor)][0]
+        if isinstance(module, nn.RNNBase):  # it keeps a list of its own
+            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def _converted(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return convert(tensor)
+    new = nn.Parameter(convert(tensor.detach()), requires_grad=tensor.requires_grad)
+    new.__dict__.update(tensor.__dict__)
+    return new
+
+
+_PEFT_TASKS: dict[Task, str] = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq_lm": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "question_answering": "QUESTION_ANS",
+}
+"""With these peft trains the new head too; other tasks need modules_to_save."""
+
+
+def add_lora(model: nn.Module, lora: Lora, task: Task) -> nn.Module:
+    """The model with adapters, everything else frozen. Half-precision adapters go to float32, as get_peft_model does."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise WorkloadError("the config asks for LoRA, but peft is not installed", hint="pip install 'hfopt[peft]'") from None
+    if lora.r < 1:
+        raise WorkloadError(f"LoRA's rank is {lora.r}; it must be at least 1", hint="set r (lora_r) to for example 8")
+    targets = lora.target_modules
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=list(targets) if isinstance(targets, tuple) else targets,
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+        task_type=_PEFT_TASKS.get(task),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's remarks, such as on tied target layers
+        try:
+            adapted: nn.Module = get_peft_model(model, config)
+        except (ValueError, KeyError, TypeError) as error:
+            raise WorkloadError(
+                f"LoRA cannot be put on {type(model).__name__}: {error}", hint="name its linear layers in target_modules, or use all-linear"
+            ) from error
+    return adapted
+
+
+def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    """Stops the modules with these names from training; the model's own prefix may be left out (`embeddings` for `bert.embeddings`)."""
+    own = getattr(model, "base_model_prefix", "")
+    for prefix in prefixes:
+        starts = tuple(f"{start}{prefix.rstrip('.')}." for start in ("", f"{own}."))
+        found = [parameter for name, parameter in model.named_parameters() if f"{name}.".startswith(starts)]
+        if not found:
+            able = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name, _ in model.named_parameters()))
+            raise WorkloadError(f"there is no module {prefix!r} to freeze in {type(model).__name__}", hint=f"it has: {able}")
+        for parameter in found:
+            parameter.requires_grad = False
+
 
 _TRANSFORMERS = int(transformers.__version__.split(".")[0])
 DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"

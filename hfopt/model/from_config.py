@@ -16,13 +16,11 @@ import transformers
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
-from hfopt.model.custom import from_reference, is_reference
+from hfopt.model.builder import FAILURES, Recipe, uses_flash
+from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
 from hfopt.model.heads import choose_head
-from hfopt.model.losses import loss_for, why_batch_dependent
-from hfopt.model.preference import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, preference_loss
-from hfopt.model.recipe import FAILURES, Recipe, uses_flash
-from hfopt.model.remote import remote_config, remote_head
-from hfopt.model.shapes import size_batch
+from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
+from hfopt.model.sample_shape import size_batch
 from hfopt.model.sources import ConfigSource, find_config
 from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
 

@@ -1,7 +1,11 @@
-"""A model that no config.json describes: `path/to/file.py:factory` or `package.module:factory`, imported only when trusted.
+"""Models with code of their own: a factory in a file or package, or a config that brings its code along.
+
+A model that no config.json describes: `path/to/file.py:factory` or `package.module:factory`, imported only when trusted.
 
 The factory takes no arguments and returns an nn.Module. Beside it in the same module stand `make_batch(samples)`, which returns the dict of
 tensors one batch is, and, unless `model(**batch)` returns a loss itself, `compute_loss(model, batch)`.
+
+Models whose config brings its own code (`auto_map`): imported only when trusted, as transformers' trust_remote_code does.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from typing import Any
 from torch import nn
 
 from hfopt.errors import WorkloadError
-from hfopt.model.adapters import add_lora, freeze
-from hfopt.model.build import build_here, skeleton
+from hfopt.model.builder import add_lora, build_here, freeze, skeleton
+from hfopt.model.heads import Head
 from hfopt.model.losses import why_batch_dependent
-from hfopt.schema import BatchShape, ModelSpec, Workload
+from hfopt.model.sources import ConfigSource
+from hfopt.schema import BatchShape, ModelSpec, Task, Workload
 
 _REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
 
@@ -114,3 +119,53 @@ def _callable(module: ModuleType, name: str, reference: str) -> Callable[..., An
         return found  # type: ignore[no-any-return]
     able = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value))
     raise WorkloadError(f"{reference}: the module has no {name}()", hint=f"it has: {able or 'nothing callable'}")
+
+
+_AUTO_CLASSES: dict[str, Task] = {
+    "AutoModelForCausalLM": "causal_lm",
+    "AutoModelForMaskedLM": "masked_lm",
+    "AutoModelForSeq2SeqLM": "seq2seq_lm",
+    "AutoModelForSequenceClassification": "sequence_classification",
+    "AutoModelForTokenClassification": "token_classification",
+    "AutoModelForQuestionAnswering": "question_answering",
+    "AutoModelForImageClassification": "image_classification",
+    "AutoModelForSemanticSegmentation": "semantic_segmentation",
+    "AutoModelForCTC": "ctc",
+    "AutoModelForSpeechSeq2Seq": "speech_seq2seq",
+    "AutoModelForAudioClassification": "audio_classification",
+    "AutoModelForImageTextToText": "image_text",
+}
+
+
+def remote_config(source: ConfigSource, *, trusted: bool) -> Any:
+    if not trusted:
+        raise WorkloadError(
+            f"{source.name} brings its own code ({source.where}), which is not run unasked",
+            hint="set trust_remote_code: true in the YAML if you trust it",
+        )
+    return _load(source, "AutoConfig").from_dict(dict(source.fields))
+
+
+def remote_head(source: ConfigSource, task: Task | None) -> Head:
+    """The class for the task among those the config's auto_map names; the first with a loss when no task is asked."""
+    able = {_AUTO_CLASSES[name]: name for name in source.fields["auto_map"] if name in _AUTO_CLASSES}
+    chosen = task or next(iter(able), None)
+    if chosen is None or chosen not in able:
+        raise WorkloadError(
+            f"the code of {source.name} has no head for {chosen or 'training'}", hint=f"it has: {', '.join(able) or 'none'}"
+        )
+    model_class = _load(source, able[chosen])
+    return Head(task=chosen, class_name=model_class.__name__, model_class=model_class)
+
+
+def _load(source: ConfigSource, auto_name: str) -> Any:
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    reference = source.fields["auto_map"].get(auto_name)
+    reference = reference[0] if isinstance(reference, list) else reference
+    if not isinstance(reference, str):
+        raise WorkloadError(f"the config of {source.name} names no {auto_name} in its auto_map")
+    try:
+        return get_class_from_dynamic_module(reference, str(source.folder or source.name))
+    except (OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise WorkloadError(f"the code of {source.name} ({reference}) cannot be loaded: {error}") from error
