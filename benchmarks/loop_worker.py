@@ -31,9 +31,9 @@ from hfopt.memory.memory import TRACED_BATCHES
 from hfopt.memory.timeline import Timeline, combine
 from hfopt.model.sources import architectures
 from hfopt.schema import LengthSpread
-from hfopt.trace.kernels import Kernels
-from hfopt.trace.session import Session, Tracer
-from hfopt.trace.trace import Trace
+from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.recorder import Trace
+from hfopt.trace.tracer import Session, Tracer
 from hfopt.units import MIB
 
 ITERATIONS = 4

@@ -21,11 +21,9 @@ from hfopt.memory.depth import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.memory.timeline import alone
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
-from hfopt.trace.fsdp import local
-from hfopt.trace.kernels import Kernels
-from hfopt.trace.recorder import ShardRecorder
-from hfopt.trace.session import Session, Tracer
-from hfopt.trace.world import fake_world
+from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.fsdp import ShardRecorder, fake_world, local
+from hfopt.trace.tracer import Session, Tracer
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256
 KEPT = {

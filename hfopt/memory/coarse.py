@@ -13,7 +13,7 @@ from hfopt.memory.timeline import Timeline
 from hfopt.schema import MemoryPeak
 
 if TYPE_CHECKING:
-    from hfopt.trace.trace import Category
+    from hfopt.trace.recorder import Category
 
 COARSE_BATCH = 8  # the second size traced: far enough from the first that a jump does not become a slope
 COARSE_NOTE = "a coarse estimate, a straight line through batch {} and {}: {}"
@@ -23,7 +23,7 @@ def coarse_timeline(first: MemoryPeak, second: MemoryPeak) -> Timeline:
     """One block for each kind of memory, and one for what is reserved beyond them."""
     import numpy as np
 
-    from hfopt.trace.trace import Where
+    from hfopt.trace.recorder import Where
 
     assert first.breakdown is not None
     assert second.breakdown is not None

@@ -15,7 +15,7 @@ measured on the card itself is better than this.
 
 from __future__ import annotations
 
-from hfopt.trace.kernels import resident_threads
+from hfopt.trace.cuda_allocations import resident_threads
 from hfopt.units import MIB
 
 LOADED_KERNELS_BYTES = 18 * MIB

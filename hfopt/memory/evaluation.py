@@ -19,9 +19,8 @@ from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.memory import TRACED_BATCHES
 from hfopt.memory.timeline import combine
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.kernels import Kernels
-from hfopt.trace.preparation import prepared
-from hfopt.trace.session import Session, Tracer
+from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.tracer import Session, Tracer, prepared
 from hfopt.trace.trainer_step import TrainerLoop
 
 

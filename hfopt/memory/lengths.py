@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.repetition import Repetition
 from hfopt.memory.timeline import FREED, Timeline, require_same_events
-from hfopt.trace.formulas import FORMULAS
+from hfopt.trace.cuda_allocations import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np
 
     from hfopt.schema import LengthSpread
-    from hfopt.trace.trace import Trace
+    from hfopt.trace.recorder import Trace
 
 STEPS = 12  # the last has the longest sample of all
 _SHORTER = 0.75

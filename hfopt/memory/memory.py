@@ -16,8 +16,8 @@ from hfopt.memory.timeline import Timeline, alone, combine
 from hfopt.schema import LengthSpread, OpCost, StepSettings, Workload
 
 if TYPE_CHECKING:
-    from hfopt.trace.session import Script, Tracer
-    from hfopt.trace.trace import Trace
+    from hfopt.trace.recorder import Trace
+    from hfopt.trace.tracer import Script, Tracer
 
 __all__ = ["TRACED_BATCHES", "Estimate", "MemoryCurve", "estimate", "traced"]
 
@@ -52,8 +52,8 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
 
 def traced(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes."""
-    from hfopt.trace.op_groups import grouped, proportional
-    from hfopt.trace.tracing import tracer_of
+    from hfopt.trace.op_cost import grouped, proportional
+    from hfopt.trace.rank_step import tracer_of
     from hfopt.trace.trainer_step import trainer_script
 
     began = time.perf_counter()

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
-from hfopt.trace.formulas import FORMULAS
+from hfopt.trace.cuda_allocations import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from hfopt.trace.trace import Category, Trace, Where
+    from hfopt.trace.recorder import Category, Trace, Where
 
 FREED = -1
 

@@ -1,4 +1,12 @@
-"""FSDP2 as accelerate sets it up, on fake tensors: accelerate's own wrapping code around torch's own `fully_shard`.
+"""FSDP2 on fake tensors: torch's own `fully_shard` in a world that is not there, recorded as one rank.
+
+A process group of N ranks that is not there: collectives return at once, so one process can stand for rank 0 of any world.
+
+torch's "fake" backend allocates what a real one would and moves nothing. A group that is already up (a script under torchrun that asks
+for a plan) is set aside and put back afterwards: its tables (torch/distributed/distributed_c10d.py), and, by numbering ours from far
+above, its names.
+
+FSDP2 as accelerate sets it up, on fake tensors: accelerate's own wrapping code around torch's own `fully_shard`.
 
 What a rank takes then comes out of the trace: its shard of the weights, the units gathered in forward and backward with the next one
 prefetched, the buffers of all-gather and reduce-scatter on their own streams, its shard of the gradients and of the optimizer state.
@@ -6,21 +14,64 @@ Gathered units come and go by resizing their storage, which no dispatch mode see
 
 Known limits: the copies to the card of offloaded shards are not counted (a unit's shard each); collectives' own buffers (NCCL) belong to
 the context.
+
+The recorder of one rank: sees through DTensors to this rank's part, follows resized storages, and notes the stream of each block.
+
+A caching allocator keeps the blocks of each CUDA stream apart, so what FSDP gathers on its own streams is not shared with the rest.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.cpu
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
 
 from hfopt.errors import TraceError
 from hfopt.schema import Precision, Sharding
-from hfopt.trace.world import MESH_NAME
+from hfopt.trace.recorder import Category, Recorder
+
+MESH_NAME = "fsdp"
+_TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
+_FIRST_NAME = 1_000_000
+
+
+@contextmanager
+def fake_world(world_size: int) -> Iterator[Any]:
+    """The mesh of rank 0 in a world of `world_size` ranks."""
+    from torch._C._distributed_c10d import _unregister_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    with _set_aside():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        try:
+            yield init_device_mesh("cpu", (world_size,), mesh_dim_names=(MESH_NAME,))
+        finally:
+            for name in c10d._pg_names.values():
+                _unregister_process_group(name)
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    saved: dict[str, Any] = {name: getattr(c10d, name) for name in (*_TABLES, "_world", "_group_count")}
+    fresh = {**{name: {} for name in _TABLES}, "_world": c10d._World(), "_group_count": _FIRST_NAME}
+    hook = sys.excepthook  # torch puts the rank before every line of a traceback from then on
+    vars(c10d).update(fresh)
+    try:
+        yield
+    finally:
+        vars(c10d).update(saved)
+        sys.excepthook = hook
+
 
 _MIXED = ("bf16", "fp16")
 
@@ -110,3 +161,52 @@ def resizes_seen(resized: Callable[[Any, int], None]) -> Iterator[None]:
 def local(tensor: Any) -> Any:
     """This rank's part of a tensor; a tensor that is not shared out is its own."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+class ShardRecorder(Recorder):
+    """Records the local part of every tensor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stream_numbers: dict[int, int] = {id(torch.cpu._default_cpu_stream): 0}
+        self._resizes: list[Any] = []
+
+    def __enter__(self) -> ShardRecorder:
+        self._resizes.append(resizes_seen(self._resized))
+        self._resizes[-1].__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._resizes.pop().__exit__(None, None, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def allocate(self, size: int, op: Any = "") -> int:
+        block = super().allocate(size, op)
+        number = self._stream_numbers.setdefault(id(torch.cpu._current_stream), len(self._stream_numbers))
+        if number:
+            self.trace.streams[block] = number
+        return block
+
+    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "", *, size: int | None = None) -> None:
+        super().take(local(tensor), category, op, size=size)
+
+    def classify(self, tensors: Any, category: Category) -> None:
+        super().classify((local(tensor) for tensor in tensors), category)
+
+    def leave_on_host(self, tensor: torch.Tensor) -> None:
+        super().leave_on_host(local(tensor))
+
+    def _resized(self, storage: Any, size: int) -> None:
+        """The block of a storage that shrinks to nothing is freed; one that grows back takes a new block: gathered weights."""
+        if not self.recording:
+            return
+        key = storage._cdata
+        self.forget(key)
+        if size:
+            self._watch(storage, key, self.allocate(size, "all_gather"))
+            self.trace.categories[self._blocks[key]] = "weights"

@@ -1,64 +1,335 @@
-"""The recorder of one rank: sees through DTensors to this rank's part, follows resized storages, and notes the stream of each block.
+"""Records what a step allocates, and which module each operation belongs to.
 
-A caching allocator keeps the blocks of each CUDA stream apart, so what FSDP gathers on its own streams is not shared with the rest.
+Which module an operation belongs to, in forward and in backward, so that the peak can be named.
+
+Forward hooks keep the current module. In backward the running autograd node's sequence number tells in which module's forward it was made.
+
+Records what a step allocates: one dispatch mode over fake tensors, every storage's birth and death in the order CUDA would see them.
+
+The step runs on fake CPU tensors (shapes only, no data). Each operation's outputs become blocks when their storage is first seen; a
+weak reference on the storage tells when it is freed. What a CUDA kernel takes besides its outputs, and in which order, comes from
+`inner_temporaries`. Values that steer the model (`mask.all()`) come from `values`.
+
+Known limits: garbage collection is off while recording, so reference cycles in the model free their tensors late; tensors that a real
+run keeps on the host are recognised only when they are 0-dimensional and made from Python numbers or `torch.rand`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
-import torch.cpu
-from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.trace.fsdp import local, resizes_seen
-from hfopt.trace.trace import Category, Recorder
+from hfopt.trace.cuda_allocations import CTC, Formula, Kept, Kernels, Sized, ctc_output, order_on_cuda
+from hfopt.trace.fake_values import Values
+from hfopt.trace.fast_fake import FastFake
 
 
-class ShardRecorder(Recorder):
-    """Records the local part of every tensor."""
+class ModuleNames:
+    """Keeps `recorder.module` current while entered."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._stream_numbers: dict[int, int] = {id(torch.cpu._default_cpu_stream): 0}
-        self._resizes: list[Any] = []
+    def __init__(self, model: Any, recorder: Any) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._recorder = recorder
+        self._stack: list[str] = []
+        self._sequence: list[int] = []
+        self._module_at: list[str] = []
+        self._handles: list[Any] = []
 
-    def __enter__(self) -> ShardRecorder:
-        self._resizes.append(resizes_seen(self._resized))
-        self._resizes[-1].__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
+    def __enter__(self) -> ModuleNames:
+        self._handles = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True)]
+        self._recorder.module_of_node = self.module_of_node
+        return self
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        self._resizes.pop().__exit__(None, None, None)
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._recorder.module_of_node = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented
-        return super().__torch_dispatch__(func, types, args, kwargs)
+    def _enter(self, module: Any, _: Any) -> None:
+        self._stack.append(self._names.get(id(module), type(module).__name__))
+        self._note()
+
+    def _leave(self, module: Any, _: Any, __: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+        self._note()
+
+    def _note(self) -> None:
+        name = self._recorder.module = self._stack[-1] if self._stack else ""
+        self._sequence.append(torch._C._autograd._get_sequence_nr())
+        self._module_at.append(name)
+
+    def module_of_node(self, node: Any) -> str:
+        at = bisect_right(self._sequence, node._sequence_nr()) - 1
+        return self._module_at[at] if at >= 0 else ""
+
+
+Phase = Literal["load", "forward", "backward", "optimizer", "evaluation"]
+Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "inputs", "temporaries"]
+
+FREED = -1
+_HOST = -1
+
+_DEVICE = torch.ops.prim.device.default
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_ADD = torch.ops.aten.add.Tensor
+_HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """What ran when a block was taken."""
+
+    phase: Phase
+    module: str
+    op: str
+
+
+@dataclass(slots=True)
+class Trace:
+    """One recorded run: events in order, each (block, bytes or FREED, index into places)."""
+
+    batch: int
+    events: list[tuple[int, int, int]] = field(default_factory=list)
+    formulas: dict[int, Formula] = field(default_factory=dict)  # by event: sizes that are no affine function of the batch
+    places: list[Where] = field(default_factory=list)
+    categories: dict[int, Category] = field(default_factory=dict)  # by block
+    costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
+    marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
+    streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
+
+    def sort_frees(self) -> None:
+        """Blocks freed one after the other leave the same free memory in any order; sorted, two traces compare. Marks stay between."""
+        start = 0
+        events, marked = self.events, set(self.marks.values())
+        for index, (_, size, _) in enumerate([*events, (0, 0, 0)]):
+            if size != FREED or index in marked:
+                if index - start > 1:
+                    events[start:index] = sorted(events[start:index])
+                start = index if size == FREED else index + 1
+
+
+CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[misc]
+    """Records into `trace` while entered. `cost` is asked for each operation while `costing` is on."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        values: Values,
+        kernels: Kernels,
+        run: FastFake,
+        *,
+        cost: CostFunction | None = None,
+        in_place_use_count: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.trace = trace
+        self.phase: Phase = "load"
+        self.module = ""
+        self.costing = False
+        self.recording = True
+        self.module_of_node: Callable[[Any], str] | None = None
+        self._values = values
+        self._kernels = kernels
+        self._run = run
+        self._cost = cost
+        self._in_place_use_count = in_place_use_count
+        self._blocks: dict[int, int] = {}  # storage -> block
+        self._owner: dict[int, int] = {}  # block -> storage
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._kept: set[tuple[str, bool]] = set()
+        self._next = 0
+        self._place_of: dict[tuple[str, str, Any], int] = {}
+        self.last_operation: Any = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's wrapper costs more than the recording
+
+    # ------------------------------------------------------------------------------------------ blocks
 
     def allocate(self, size: int, op: Any = "") -> int:
-        block = super().allocate(size, op)
-        number = self._stream_numbers.setdefault(id(torch.cpu._current_stream), len(self._stream_numbers))
-        if number:
-            self.trace.streams[block] = number
+        block = self._next
+        self._next += 1
+        self.trace.events.append((block, size, self._place(op)))
         return block
 
-    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "", *, size: int | None = None) -> None:
-        super().take(local(tensor), category, op, size=size)
+    def release(self, block: int) -> None:
+        self.trace.events.append((block, FREED, 0))
 
-    def classify(self, tensors: Any, category: Category) -> None:
-        super().classify((local(tensor) for tensor in tensors), category)
+    def take(self, tensor: torch.Tensor, category: Category | None = None, op: Any = "", *, size: int | None = None) -> None:
+        """The tensor's storage becomes a block now, unless it is one already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._blocks:
+            return
+        size = storage.nbytes() if size is None else size
+        if not size:
+            return
+        self._watch(storage, key, self.allocate(size, op))
+        if category:
+            self.trace.categories[self._blocks[key]] = category
 
     def leave_on_host(self, tensor: torch.Tensor) -> None:
-        super().leave_on_host(local(tensor))
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks:
+            self._watch(storage, storage._cdata, _HOST)
 
-    def _resized(self, storage: Any, size: int) -> None:
-        """The block of a storage that shrinks to nothing is freed; one that grows back takes a new block: gathered weights."""
-        if not self.recording:
+    def _watch(self, storage: Any, key: int, block: int) -> None:
+        self._blocks[key] = block
+        if block != _HOST:
+            self._owner[block] = key
+        self._references[key] = weakref.ref(storage, functools.partial(self._gone, key))
+
+    def _gone(self, key: int, _: object) -> None:
+        block = self._blocks.pop(key)
+        del self._references[key]
+        if block != _HOST and self._owner.get(block) == key:
+            self.release(block)
+            del self._owner[block]
+
+    def forget(self, key: int) -> None:
+        """The storage's block is freed now, though the storage lives on: it was shrunk to nothing, or moved to the host."""
+        if key in self._blocks:
+            self._gone(key, None)
+
+    def _place(self, op: Any) -> int:
+        module = self.module
+        if self.phase == "backward" and self.module_of_node is not None and not module:
+            node = torch._C._current_autograd_node()
+            module = self.module_of_node(node) if node is not None else ""
+        key = (self.phase, module, op)
+        index = self._place_of.get(key)
+        if index is None:
+            index = self._place_of[key] = len(self.trace.places)
+            self.trace.places.append(Where(self.phase, module, op if isinstance(op, str) else op.name()))
+        return index
+
+    # ------------------------------------------------------------------------------------------ categories
+
+    def classify(self, tensors: Iterable[Any], category: Category) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                block = self._blocks.get(tensor.untyped_storage()._cdata, _HOST)
+                if block != _HOST:
+                    self.trace.categories[block] = category
+
+    def classify_live(self, since_block: int, category: Category) -> None:
+        """Every block taken since and still alive, unless it is classified already."""
+        for block in self._owner:
+            if block >= since_block:
+                self.trace.categories.setdefault(block, category)
+
+    @property
+    def next_block(self) -> int:
+        return self._next
+
+    def mark(self, name: str) -> None:
+        self.trace.marks[name] = len(self.trace.events)
+
+    # ------------------------------------------------------------------------------------------ dispatch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:
+            return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
+        kwargs = kwargs or {}
+        self.last_operation = func
+        if func is _ITEM:
+            return self._values.read(args[0])
+        known = ctc_output(func, args) if func in CTC else self._values.known_output(func, args, kwargs)
+        if known is not None:
+            out = known
+        else:
+            out = self._run(func, args, kwargs)
+            self._values.propagate(func, args, kwargs, out)
+        if self.recording:
+            if func is _ADD and self._accumulates_in_place(args):
+                self._hand_over(args[0], out)
+            else:
+                self._take_outputs(func, args, kwargs, out)
+            if self.costing and self._cost is not None:
+                priced = self._cost(func, args, kwargs, out)
+                if priced is not None:
+                    self.trace.costs.append((self.phase, func._overloadpacket.__name__, priced))
+        return out
+
+    def _take_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        if func in _HOST_FACTORIES and isinstance(out, torch.Tensor) and out.dim() == 0:
+            self.leave_on_host(out)
             return
-        key = storage._cdata
-        self.forget(key)
-        if size:
-            self._watch(storage, key, self.allocate(size, "all_gather"))
-            self.trace.categories[self._blocks[key]] = "weights"
+        steps = order_on_cuda(self._kernels, func, args, kwargs, out)
+        if steps is None:
+            if isinstance(out, torch.Tensor):
+                self.take(out, op=func)
+            elif isinstance(out, (tuple, list)):
+                for leaf in out:
+                    if isinstance(leaf, torch.Tensor):
+                        self.take(leaf, op=func)
+            return
+        inner = []
+        for step in steps:
+            if isinstance(step, torch.Tensor):
+                self.take(step, op=func)
+            elif isinstance(step, Sized):
+                self.take(step.tensor, op=func, size=step.bytes)
+            elif isinstance(step, Kept):
+                self._keep(step, func)
+            elif isinstance(step, Formula):
+                self.trace.formulas[len(self.trace.events)] = step
+                inner.append(self.allocate(step.bytes(), func))
+            else:
+                self.release(inner[step])
+                inner[step] = _HOST
+        for block in inner:
+            if block != _HOST:
+                self.release(block)
+
+    def _keep(self, step: Kept, func: Any) -> None:
+        """On CUDA backward runs in a thread of its own, with its own handles."""
+        key = (step.name, torch._C._current_autograd_node() is not None)
+        if key not in self._kept:
+            self._kept.add(key)
+            self.trace.categories[self.allocate(step.bytes, func)] = "temporaries"
+
+    # ------------------------------------------------------------------------------------------ gradients of shared tensors
+
+    def _accumulates_in_place(self, args: Any) -> bool:
+        """torch/csrc/autograd/input_buffer.cpp adds into the buffered gradient when nobody else holds it, but never for fake tensors.
+        A sum with gradients on is the model's own, recomputed by checkpointing."""
+        if self.phase != "backward" or self._in_place_use_count is None or torch._C._current_autograd_node() is None:
+            return False
+        if torch.is_grad_enabled():
+            return False
+        old = args[0]
+        if (
+            not isinstance(old, torch.Tensor)
+            or not isinstance(args[1], torch.Tensor)
+            or old.shape != args[1].shape
+            or old.dtype != args[1].dtype
+        ):
+            return False
+        storage = old.untyped_storage()
+        return (
+            storage._cdata in self._blocks
+            and old._use_count() <= self._in_place_use_count
+            and torch._C._storage_Use_Count(storage._cdata) <= 2
+            and old.numel() * old.element_size() == storage.nbytes()
+        )
+
+    def _hand_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """The new storage takes over the old one's block."""
+        block = self._blocks[old.untyped_storage()._cdata]
+        storage = new.untyped_storage()
+        if block != _HOST:
+            self._watch(storage, storage._cdata, block)

@@ -16,7 +16,7 @@ import torch
 
 from hfopt.schema import StepSettings
 from hfopt.trace.optimizers import make_optimizer
-from hfopt.trace.session import Session
+from hfopt.trace.tracer import Session
 
 _AUTOCAST_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -34,7 +34,7 @@ def loop_class(settings: StepSettings) -> type[TrainerLoop]:
     """The loop of one device, or of one rank of several."""
     if settings.sharding is None:
         return TrainerLoop
-    from hfopt.trace.loops import LOOPS
+    from hfopt.trace.rank_step import LOOPS
 
     return LOOPS[settings.sharding.engine]
 

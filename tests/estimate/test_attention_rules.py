@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.trace.attention_rules import Attention
-from hfopt.trace.attention_temporaries import _backward_tile, efficient_forward, flash_backward
-from hfopt.trace.formulas import Formula
-from hfopt.trace.kernels import Kernels
+from hfopt.trace.cuda_allocations import Formula, Kernels, _backward_tile, efficient_forward, flash_backward
+from hfopt.trace.cuda_attention import Attention
 
 
 def _heads(dtype: torch.dtype, width: int = 64) -> torch.Tensor:

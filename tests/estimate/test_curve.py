@@ -8,7 +8,7 @@ import numpy as np
 
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.timeline import Timeline
-from hfopt.trace.trace import Where
+from hfopt.trace.recorder import Where
 from hfopt.units import MIB
 
 CONTEXT = 100 * MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.trace.formulas import Formula
+from hfopt.trace.cuda_allocations import Formula
 
 
 @pytest.mark.parametrize(

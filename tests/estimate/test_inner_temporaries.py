@@ -6,9 +6,7 @@ from typing import Any
 
 import torch
 
-from hfopt.trace.formulas import Formula
-from hfopt.trace.inner_temporaries import RULES
-from hfopt.trace.kernels import Kernels
+from hfopt.trace.cuda_allocations import RULES, Formula, Kernels
 
 KERNELS = Kernels(capability=(8, 6), multiprocessors=28)
 backward = RULES[torch.ops.aten.convolution_backward.default]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.memory.context import context_bytes
-from hfopt.trace.formulas import Formula
-from hfopt.trace.kernels import Kept, Kernels
+from hfopt.trace.cuda_allocations import Formula, Kept, Kernels
 from hfopt.units import KIB, MIB
 
 

@@ -15,9 +15,8 @@ from hfopt.memory.lengths import drawn_lengths, growth, shortened, shorter_lengt
 from hfopt.memory.memory import estimate
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
-from hfopt.trace.kernels import Kernels
-from hfopt.trace.preparation import prepared
-from hfopt.trace.session import Session, Tracer
+from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.tracer import Session, Tracer, prepared
 from hfopt.trace.trainer_step import trainer_script
 
 LONGEST, BATCH = 64, 5

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfopt.trace.op_costs import Cost, cost
+from hfopt.trace.op_cost import Cost, cost
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from versions import needs_graded_checkpointing
 from hfopt.errors import TraceError
 from hfopt.memory.memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
-from hfopt.trace.preparation import prepared
+from hfopt.trace.tracer import prepared
 
 Make = Callable[..., Workload]
 EACH_SECOND = StepSettings(checkpointing=Checkpointing(every_n_layers=2))

@@ -11,9 +11,8 @@ from hfopt.memory.memory import estimate
 from hfopt.memory.repetition import ThirdStep
 from hfopt.memory.timeline import FREED, alone
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.kernels import Kernels
-from hfopt.trace.preparation import prepared
-from hfopt.trace.session import Tracer
+from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.tracer import Tracer, prepared
 from hfopt.trace.trainer_step import trainer_script
 
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 from hfopt.errors import TraceError
 from hfopt.memory.memory import Estimate, estimate
 from hfopt.schema import BatchShape, Sharding, StepSettings, Workload, ZeroSizes
-from hfopt.trace.fsdp import has_fake_collectives
-from hfopt.trace.loops import bucket_sizes
-from hfopt.trace.world import fake_world
+from hfopt.trace.fsdp import fake_world, has_fake_collectives
+from hfopt.trace.rank_step import bucket_sizes
 from hfopt.trace.zero import in_compute_dtype
-from hfopt.trace.zero_linear import inputs_kept
+from hfopt.trace.zero3 import inputs_kept
 from hfopt.units import MIB
 
 WORLD = 4

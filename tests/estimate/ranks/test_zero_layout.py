@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfopt.trace.zero_layout import Layout
+from hfopt.trace.zero import Layout
 
 
 def test_a_weight_over_a_border_is_kept_whole_by_both_neighbours() -> None:

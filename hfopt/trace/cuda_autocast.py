@@ -1,18 +1,28 @@
-"""CUDA's autocast lists on the CPU's autocast key: what runs in half precision, what in float32.
+"""CUDA's autocast lists, and all of CUDA's choices put into a trace on CPU tensors.
+
+CUDA's autocast lists on the CPU's autocast key: what runs in half precision, what in float32.
 
 Mirrors ATen/autocast_mode.h. The lower-precision list of the CPU is kept where both agree; what only the CPU lists becomes a plain call,
 what only CUDA lists is added. Which operations CUDA lists at all is asked of the dispatcher itself, so a new version's additions are seen.
+
+CUDA's choices put into a trace on CPU tensors: scoped overrides of the operations that do something else there.
+
+The overrides sit on AutogradCPU (composite operations that pick a kernel by device) and AutocastCPU (the casting lists). They are
+library registrations and not a function mode, so they also hold when checkpointing recomputes a layer inside backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch.utils._pytree import tree_map_only
+
+from hfopt.trace.cuda_attention import Attention
 
 _HALF = (torch.float16, torch.bfloat16)
 _FALL_THROUGH = torch.library.fallthrough_kernel  # what it is made of may still be on a list
@@ -128,3 +138,33 @@ def _rule(name: str, on_cuda: set[str], on_cpu: set[str]) -> Any:
     if name in _PROMOTE:
         return _in_widest
     return None if name in on_cpu else _with_arguments(_down)
+
+
+aten = torch.ops.aten
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """ATen/native/Dropout.cpp, is_fused_kernel_acceptable: CUDA keeps a boolean mask."""
+    return aten.native_dropout(x, p, True)[0] if train and 0 < p < 1 and x.numel() else x
+
+
+def _softmax(op: Any) -> Any:
+    """ATen/native/SoftMax.cpp: float16 to float32 is fused into the kernel on CUDA, every other conversion is a copy first."""
+
+    def call(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if x.dtype == torch.float16 and dtype == torch.float32:
+            return op(x, dim, True)
+        return op(x if dtype is None else x.to(dtype), dim, False)
+
+    return call
+
+
+@contextlib.contextmanager
+def cuda_rules(capability: tuple[int, int]) -> Iterator[None]:
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", Attention(capability), "AutogradCPU")
+        library.impl("softmax.int", _softmax(aten._softmax), "AutogradCPU")
+        library.impl("log_softmax.int", _softmax(aten._log_softmax), "AutogradCPU")
+        install_cuda_lists(library)
+        yield

@@ -1,4 +1,6 @@
-"""The Trainer's step on one rank of several: what DistributedDataParallel and FSDP2 do besides it.
+"""The Trainer's step on one rank of several, and the tracer for one device or one rank.
+
+The Trainer's step on one rank of several: what DistributedDataParallel and FSDP2 do besides it.
 
 DDP (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp): gradients are copied into buckets that live as long as the
 model. Until the first backward has shown the order, all parameters of a dtype share one bucket; then they are cut into buckets of 25 MiB,
@@ -6,20 +8,29 @@ the first of 1 MiB. The Trainer leaves `gradient_as_bucket_view` off, so gradien
 
 FSDP2: computes in the mixed precision's dtype without autocast, updates this rank's shards, and, unless `sync_each_batch` is set, keeps
 whole gradients through the accumulation.
+
+The tracer for a workload: of one device, or of one rank in a world that is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from hfopt.errors import TraceError
+from hfopt.schema import StepSettings, Workload
+from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.fsdp import local
+from hfopt.trace.op_cost import cost
 from hfopt.trace.optimizers import make_optimizer, parameter_groups
-from hfopt.trace.trainer_step import TrainerLoop
-from hfopt.trace.zero2 import Zero2Loop
+from hfopt.trace.recorder import Recorder
+from hfopt.trace.tracer import Tracer, prepared
+from hfopt.trace.trainer_step import TrainerLoop, trainer_script
+from hfopt.trace.zero import Zero2Loop
 from hfopt.trace.zero3 import Zero3Loop
 from hfopt.units import MIB
 
@@ -119,3 +130,33 @@ class FsdpLoop(TrainerLoop):
 
 
 LOOPS: dict[str, type[TrainerLoop]] = {"ddp": DdpLoop, "fsdp2": FsdpLoop, "zero2": Zero2Loop, "zero3": Zero3Loop}
+
+
+WARM_UP_BATCH = 1
+
+
+@contextmanager
+def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
+    """Ready to record; under FSDP2 after a step that is thrown away: the first one sets up what the later ones reuse."""
+    build, sharding = prepared(workload, settings), settings.sharding
+    kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
+    recorder: type[Recorder] = Recorder
+    engine = None if sharding is None else sharding.engine
+    on_host = sharding is not None and (engine in ("zero2", "zero3") or (engine == "fsdp2" and sharding.offload_parameters))
+    with ExitStack() as world:
+        if engine in ("zero2", "zero3"):
+            from hfopt.trace.zero import in_compute_dtype
+
+            build = in_compute_dtype(build, settings.precision, made_in_parts=engine == "zero3")
+        elif sharding is not None and engine == "fsdp2":
+            from hfopt.trace.fsdp import ShardRecorder, fake_world, fully_sharded, refusal
+
+            recorder = ShardRecorder
+            build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
+        tracer = Tracer(build, workload.make_batch, kernels, cost=cost, recorder=recorder, weights_on_host=on_host)
+        if engine == "fsdp2":
+            try:
+                tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)
+            except TraceError as error:
+                raise refusal(error, workload.model_class) from error
+        yield tracer

@@ -1,4 +1,6 @@
-"""What one dispatched aten op costs a GPU: floating point operations, bytes moved through memory, its kind and, for a matmul, its shape.
+"""What one dispatched operation costs a GPU, and the kernels of a step grouped by equal cost.
+
+What one dispatched aten op costs a GPU: floating point operations, bytes moved through memory, its kind and, for a matmul, its shape.
 
 `cost` is pure: it looks at shapes, strides and dtypes only, so fake tensors do. It answers for one *kernel* and says how many the op takes
 (`launches`: the multi-tensor kernels of the optimizer take several). None means no kernel runs: views, empty allocations, aliases.
@@ -6,17 +8,26 @@
 FLOPs are multiply and add counted separately (2·m·n·k). Bytes are what a kernel must read and write once: an expanded dimension (stride 0)
 is counted once, a gather reads what it returns and not the whole table, an op in place reads and writes. Known limits: caches are not
 modelled, so an op that finds its input in L2 is charged for it; a convolution is charged as the matmul it is equal to.
+
+The kernels of a step, grouped: equal kernels of the two traces, matched in order, with every quantity affine in the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+
+from hfopt.schema import OpCost
+
+if TYPE_CHECKING:
+    from hfopt.trace.recorder import Trace
+
 
 Kind = Literal["matmul", "attention", "conv", "elementwise", "reduction", "embedding", "optimizer", "copy", "other"]
 Shape = tuple[int, int, int, int]  # m, n, k, batch
@@ -275,3 +286,46 @@ def _recurrent(name: str, args: Sequence[Any], outputs: Sequence[torch.Tensor]) 
     repeats = 2.0 if "backward" in name else 1.0
     moved = _moved(tensors) + _moved(outputs)
     return Cost("matmul", 2.0 * batch * weights * repeats, moved / steps, _dtype(tensors), launches=max(steps, 1))
+
+
+def grouped(first: Trace, second: Trace) -> tuple[OpCost, ...]:
+    """One OpCost per distinct kernel; `count` is how often it runs in one micro-batch (or optimizer step)."""
+    counts: Counter[OpCost] = Counter()
+    for (phase, name, one), (_, _, two) in zip(first.costs, second.costs, strict=True):
+        op = _affine(phase, name, (first.batch, one), (second.batch, two))
+        counts[op] += one.launches
+    return tuple(replace(op, count=float(count)) for op, count in counts.items())
+
+
+def proportional(trace: Trace) -> tuple[OpCost, ...]:
+    """From one trace alone: the kernels of a micro-batch grow with it, those of the optimizer do not."""
+    counts: Counter[OpCost] = Counter()
+    for phase, name, one in trace.costs:
+        factor = 1 if phase == "optimizer" else 2
+        grown = replace(one, flops=factor * one.flops, moved_bytes=factor * one.moved_bytes, shape=None)
+        counts[_affine(phase, name, (trace.batch, one), (2 * trace.batch, grown))] += one.launches
+    return tuple(replace(op, count=float(count)) for op, count in counts.items())
+
+
+def _affine(phase: str, name: str, first: tuple[int, Cost], second: tuple[int, Cost]) -> OpCost:
+    (batch, one), (other, two) = first, second
+    span = other - batch
+
+    def line(a: float, b: float) -> tuple[float, float]:
+        slope = (b - a) / span
+        return a - slope * batch, slope
+
+    flops, moved = line(one.flops, two.flops), line(one.moved_bytes, two.moved_bytes)
+    shape = tuple(line(a, b) for a, b in zip(one.shape, two.shape, strict=True)) if one.shape and two.shape else ()
+    return OpCost(
+        name=name,
+        kind=one.kind,
+        dtype=one.dtype,
+        phase=phase,  # type: ignore[arg-type]
+        count=0.0,
+        flops_constant=flops[0],
+        flops_slope=flops[1],
+        bytes_constant=moved[0],
+        bytes_slope=moved[1],
+        shape=tuple((round(constant), round(slope)) for constant, slope in shape),
+    )

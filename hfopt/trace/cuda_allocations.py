@@ -1,0 +1,387 @@
+"""What CUDA kernels take besides their outputs: the steps of each operation's allocations and their sizes.
+
+Sizes of kernels' temporaries that are no straight line over the batch: functions of dimensions that are.
+
+Each mirrors the C++ that computes it. A `Formula` keeps the dimensions, so that a timeline can evaluate it at any batch size.
+
+The steps of an operation's allocations, and the card they are for.
+
+What CUDA's fused attention kernels take besides their outputs.
+
+The CTC loss on CUDA: its second output is as wide as the longest target, which only the targets' values tell.
+
+Mirrors ATen/native/cuda/LossCTC.cu. log_alpha is [batch, frames, 2 × longest target + 1]; backward takes a second one for log_beta.
+cuDNN's kernel is left out: it wants int32 targets, transformers has int64 ones and switches cuDNN off around the loss.
+
+What CUDA kernels take besides their outputs, and in which order: the part of memory the dispatcher never shows.
+
+Each rule mirrors one C++ file of PyTorch. An operation's allocations are a list of steps: an output tensor, an output whose size is not
+the CPU's (`Sized`), a `Formula` for a temporary that is returned when the operation ends, or the number of a temporary to return now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from hfopt.compat import installed_torch
+from hfopt.trace.fake_values import twin
+from hfopt.units import KIB, MIB
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A size that `FORMULAS[name]` computes from dimensions; each dimension is affine in the batch."""
+
+    name: str
+    dims: tuple[int, ...]
+
+    def bytes(self) -> int:
+        return FORMULAS[self.name](*self.dims)
+
+
+def constant(size: int) -> Formula:
+    return Formula("bytes", (size,))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _embedding_partials(tokens: int, rows: int, row_bytes: int) -> int:
+    """EmbeddingBackwardKernel.cu: one row per partial segment at most (NROWS_PER_THREAD is 10); few tokens take another kernel."""
+    return 0 if tokens <= 3072 else (tokens // 10 + min(tokens, rows)) * row_bytes
+
+
+def _embedding_indices(tokens: int, token_bytes: int) -> int:
+    return 0 if tokens <= 3072 else tokens * token_bytes
+
+
+def _column_reduction(outputs: int, inputs: int, vector: int, multiprocessors: int, threads: int) -> int:
+    """setReduceConfig and global_memory_size of ATen/native/cuda/Reduce.cuh, for a reduction over the slower dimension."""
+    most_threads = 512 // vector
+    across = outputs // vector
+    width = min(_power_of_two_below(across, most_threads), 32)
+    height = min(_power_of_two_below(inputs, most_threads), most_threads // width)
+    width = min(_power_of_two_below(across, most_threads), most_threads // height)
+    if inputs < min(height * 16, 256):
+        return 0
+    values = -(-inputs // height)
+    grid = -(-across // width)
+    target = multiprocessors * (threads // (width * height))
+    if values < 256 or grid > target:
+        return 0
+    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
+    return 4 * outputs * blocks * width * vector if blocks > 1 else 0
+
+
+def _power_of_two_below(value: int, most: int) -> int:
+    return most if value >= most else 1 << (max(value, 1).bit_length() - 1)
+
+
+def _tiles(blocks: int, rows: int, tile_rows: int, tile_bytes: int) -> int:
+    """Memory-efficient attention's gradient of the query: one tile of float32 and a lock per block of rows."""
+    return blocks * -(-rows // tile_rows) * tile_bytes
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "bytes": lambda size: size,
+    "embedding_partials": _embedding_partials,
+    "embedding_indices": _embedding_indices,
+    "column_reduction": _column_reduction,
+    "tiles": _tiles,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    tensor: torch.Tensor
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Taken at the first use in each thread and never returned."""
+
+    name: str
+    bytes: int
+
+
+Step: TypeAlias = "torch.Tensor | Sized | Formula | Kept | int"
+
+# multiprocessors of a common card and threads per multiprocessor (CUDA C programming guide, technical specifications per capability)
+_MULTIPROCESSORS = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+
+
+def resident_threads(capability: tuple[int, int], multiprocessors: int | None = None) -> int:
+    """Threads that can be on the card at once."""
+    return (multiprocessors or _MULTIPROCESSORS.get(capability, 80)) * _THREADS.get(capability, 2048)
+
+
+class Kernels:
+    """The allocation order of CUDA's kernels for one capability and one version of PyTorch (the installed one unless told).
+
+    Who owns the workspaces of cuBLAS and cublasLt has changed (ATen/cuda/CublasHandlePool.cpp): cuBLAS kept one per thread until 2.14;
+    cublasLt took 1 MiB per call until 2.8, kept it from 2.9 on (pytorch#156495), shared cuBLAS's from 2.11 on (pytorch#168175); 2.15 takes
+    both anew for each call (pytorch#194311). Checked: 2.15 on the virtual GPU, 2.6 by published runs; the rest is read there.
+    """
+
+    def __init__(
+        self,
+        *,
+        capability: tuple[int, int] = (8, 0),
+        multiprocessors: int | None = None,
+        torch_version: tuple[int, int] | None = None,
+    ) -> None:
+        self.capability = capability
+        self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
+        self.threads = _THREADS.get(capability, 2048)
+        self.torch_version = torch_version or installed_torch()
+        # getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
+        self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
+
+    def workspace(self) -> list[Step]:
+        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else Kept("cublas", self.cublas_bytes)]
+
+    def lt_workspace(self) -> list[Step]:
+        if self.torch_version >= (2, 15) or self.torch_version < (2, 9):
+            return [constant(MIB)]
+        return self.workspace() if self.torch_version >= (2, 11) else [Kept("cublaslt", MIB)]
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def flash_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """flash_attn/flash_api.cpp, mha_bwd: softmax sums and a float32 gradient of the query, padded; grouped heads are expanded first."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = round_up(length, 128)
+    padded = round_up(width, 32) if width <= 128 else 192 if width <= 192 else 256
+    steps: list[Step] = [*out[:3], constant(batch * heads * rows * 4), constant(batch * heads * rows * padded * 4)]
+    if key.shape[1] != heads:
+        expanded = constant(batch * heads * key.shape[2] * width * query.element_size())
+        steps += [expanded, expanded]
+    return steps
+
+
+def efficient_forward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """transformers/cuda/attention.cu, _efficient_attention_forward: wide heads in half precision accumulate in a float32 buffer."""
+    output, logsumexp, seed, offset = out
+    steps: list[Step] = [seed, offset, output, logsumexp]
+    if output.dtype in _HALF and args[2].shape[-1] > 128:
+        steps.append(constant(output.numel() * 4))
+    return [step for step in steps if not isinstance(step, torch.Tensor) or step.numel()]
+
+
+def efficient_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """transformers/cuda/attention_backward.cu: delta, then the workspace of mem_eff_attention/kernel_backward.h."""
+    gradient, query, key = args[0], args[1], args[2]
+    batch, heads, length, width = query.shape
+    sums = constant(batch * heads * length * 4)
+    steps: list[Step] = [tensor for tensor in out if isinstance(tensor, torch.Tensor)]
+    if query.dtype in _HALF:
+        steps.append(sums)
+    else:  # delta = (grad * out).sum(-1) as three operations
+        steps += [constant(gradient.numel() * 4), sums, sums, 0, 1]
+    rows, columns, accumulates = _backward_tile(query.dtype in _HALF, width, kernels.capability)
+    tile = (rows * columns * 4 + 16) * -(-width // columns)
+    extra = 2 * round_up(key.shape[2], 64) * round_up(width, rows) * 4 if accumulates else 0
+    return [*steps, constant(batch * heads * (-(-length // rows) * tile + extra))]
+
+
+def _backward_tile(half: bool, width: int, capability: tuple[int, int]) -> tuple[int, int, bool]:
+    """Rows and columns of the kernel's tile, and whether keys and values accumulate outside registers: a matter of shared memory."""
+    if width <= 64:
+        return 64, 64, False
+    roomy = capability in ((8, 0), (9, 0), (10, 0))
+    if not half:
+        return (128, 64, False) if roomy else (64, 64, False)
+    if width <= 128 and roomy:
+        return 128, 128, False
+    if width <= 96:
+        return 128, 64, False
+    return (64, 64, True) if width <= 128 else (128, 64, True)
+
+
+aten = torch.ops.aten
+_FORWARD = (aten._ctc_loss.default, aten._ctc_loss.Tensor)
+_BACKWARD = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+CTC = frozenset(_FORWARD + _BACKWARD)
+
+
+def ctc_output(func: Any, args: Sequence[Any]) -> Any:
+    """Fake outputs of the loss and of its backward, or None for targets whose lengths are not known."""
+    if func in _BACKWARD:
+        return args[1].new_empty(args[1].shape)
+    log_probs, targets, _, target_lengths = args[:4]
+    longest = _longest(targets, target_lengths)
+    if longest is None:
+        return None
+    frames, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, frames, 2 * longest + 1)
+
+
+def _longest(targets: torch.Tensor, lengths: Any) -> int | None:
+    """The longest target; where only the padded width is known, that."""
+    if not isinstance(lengths, torch.Tensor):
+        return max(map(int, lengths))
+    real = twin(lengths)
+    if real is not None:
+        with _disable_current_modes():
+            return int(real.max())
+    return int(targets.shape[1]) if targets.dim() == 2 else None
+
+
+def _lengths(batch: int) -> list[Step]:
+    """Target lengths, input lengths and offsets, brought to the device as int64."""
+    return [constant(8 * batch)] * 3
+
+
+def ctc_forward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    return [*_lengths(args[0].shape[1]), out[1], out[0]]
+
+
+def ctc_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    log_alpha = args[6]
+    return [*_lengths(args[1].shape[1]), constant(log_alpha.numel() * log_alpha.element_size()), out]
+
+
+Rule: TypeAlias = Callable[[Kernels, Sequence[Any], dict[str, Any], Any], list[Step]]
+
+
+def _matmul(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    return [out, *kernels.workspace()]
+
+
+def _addmm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt: a 1-dimensional bias goes to cublasLt."""
+    if args[0].dim() == 1 and args[0].is_contiguous() and min(args[2].shape) > 1:
+        return [out, *kernels.lt_workspace()]
+    return [out, *kernels.workspace()]
+
+
+def _native_dropout(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/Dropout.cu allocates the mask first."""
+    return [out[1], out[0]]
+
+
+def _packed(tensors: Sequence[Any]) -> list[Step]:
+    """Copies of what a kernel wants contiguous and is not."""
+    return [constant(tensor.numel() * tensor.element_size()) for tensor in tensors if not tensor.is_contiguous()]
+
+
+def _normalization(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/layer_norm_kernel.cu keeps mean and rstd in float32 whatever the input is."""
+    statistics = (Sized(statistic, statistic.numel() * max(4, statistic.element_size())) for statistic in out[1:])
+    return [*_packed(args[:1]), out[0], *statistics]
+
+
+def _normalization_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    return [*_packed(args[:2]), *(gradient for gradient in out if gradient is not None)]
+
+
+def _reduction(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/Reduce.cuh: few outputs over many rows are reduced by several blocks through global memory."""
+    source = args[0]
+    dims = args[1] if len(args) > 1 and args[1] is not None else None
+    if dims is None or out.numel() <= 1:
+        return [out]
+    reduced = {dim % source.dim() for dim in ([dims] if isinstance(dims, int) else dims)}
+    by_stride = sorted((dim for dim in range(source.dim()) if source.shape[dim] > 1), key=source.stride)
+    if not by_stride or source.stride(by_stride[0]) != 1 or by_stride[0] in reduced or not reduced:
+        return [out]
+    width = 1
+    for dim in by_stride:  # the kept dimensions that merge into the fastest one
+        if dim in reduced:
+            break
+        width *= source.shape[dim]
+    vector = next(v for v in (4, 2, 1) if width % v == 0)
+    outputs = out.numel()
+    return [out, Formula("column_reduction", (outputs, source.numel() // outputs, vector, kernels.multiprocessors, kernels.threads))]
+
+
+def _convolution(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cudnn/ConvShared.cpp: the output, then the weight in the layout of the input."""
+    return [out, *_in_layout_of(args[0], args[1], args[8])]
+
+
+def _convolution_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ConvShared.cpp: the incoming gradient and the weight in the input's layout; Convolution.cpp: the bias's gradient is a plain sum."""
+    incoming, source, weight, groups = args[0], args[1], args[2], args[9]
+    copied = _in_layout_of(source, incoming, groups)
+    steps: list[Step] = list(copied)
+    if out[0] is not None:
+        weight_copy = _in_layout_of(source, weight, groups)
+        steps += [out[0], *weight_copy, *([len(copied)] if weight_copy else [])]
+    if out[1] is not None:
+        steps.append(out[1])
+    steps += [0] if copied else []
+    if out[2] is not None:
+        steps += _reduction(kernels, (incoming, [0, *range(2, incoming.dim())]), {}, out[2])
+    return steps
+
+
+def _in_layout_of(source: torch.Tensor, other: torch.Tensor, groups: int) -> list[Step]:
+    """A copy of `other` where it has not the layout of `source`; depthwise kernels take either."""
+    if source.dim() != 4 or groups != 1:
+        return []
+    last = not source.is_contiguous() and source.is_contiguous(memory_format=torch.channels_last)
+    if other.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format):
+        return []
+    return [constant(other.numel() * other.element_size())]
+
+
+def _embedding_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/Embedding.cu sorts the indices, EmbeddingBackwardKernel.cu sums partial segments in float32."""
+    tokens, rows, width = args[1].numel(), args[2], out.shape[-1]
+    index = Formula("embedding_indices", (tokens, 8))
+    sort = Formula("embedding_indices", (tokens, 16))
+    segment = Formula("embedding_partials", (tokens, rows, 8))
+    return [index, index, index, sort, 3, 2, out, index, index, segment, Formula("embedding_partials", (tokens, rows, width * 4))]
+
+
+def _foreach_norm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/ForeachReduceOp.cu: one partial result per chunk of 65536 elements."""
+    tensors = args[0]
+    chunks = sum(-(-tensor.numel() // 65536) for tensor in tensors)
+    return [constant(8 * (len(tensors) + 1)), constant(4 * chunks), *out]
+
+
+RULES: dict[Any, Rule] = {
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.baddbmm.default: _matmul,
+    aten.mv.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.native_dropout.default: _native_dropout,
+    aten.native_layer_norm.default: _normalization,
+    aten.native_layer_norm_backward.default: _normalization_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.sum.dim_IntList: _reduction,
+    aten.mean.dim: _reduction,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._ctc_loss.default: ctc_forward,
+    aten._ctc_loss.Tensor: ctc_forward,
+    aten._ctc_loss_backward.default: ctc_backward,
+    aten._ctc_loss_backward.Tensor: ctc_backward,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+}
+
+
+def order_on_cuda(kernels: Kernels, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step] | None:
+    """The steps of one operation, or None: its outputs in order and nothing else."""
+    rule = RULES.get(func)
+    return None if rule is None else rule(kernels, args, kwargs, out)
