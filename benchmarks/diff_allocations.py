@@ -15,7 +15,7 @@ from typing import Any
 
 from cases import Case, step_settings, trained_workload
 
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 
 _LISTED = 60
 

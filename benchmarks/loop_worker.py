@@ -22,12 +22,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfopt.errors import TraceError
-from hfopt.memory.allocator import CachingAllocator
-from hfopt.memory.allocator_options import AllocatorOptions
-from hfopt.memory.context import LOADED_KERNELS_BYTES, context_bytes
+from hfopt.memory.allocator import AllocatorOptions, CachingAllocator
 from hfopt.memory.curve import MemoryCurve, Replay, replay_events
 from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
-from hfopt.memory.memory import TRACED_BATCHES
+from hfopt.memory.step_memory import LOADED_KERNELS_BYTES, TRACED_BATCHES, context_bytes
 from hfopt.memory.timeline import Timeline, combine
 from hfopt.model.sources import architectures
 from hfopt.schema import LengthSpread

@@ -37,8 +37,8 @@ _EDIT = ("tests/config/test_edit.py", "tests/config/test_checks.py", "tests/conf
 TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mutants do not get past them
     "hfopt/oom/replan.py": ("tests/runtime/test_replan.py",),
     "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
-    "hfopt/memory/blocks.py": ("tests/estimate/test_allocator.py",),
-    "hfopt/memory/expandable.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
+    "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
     "hfopt/config/yaml_edit.py": _EDIT,
     "hfopt/config/yaml_splices.py": _EDIT,
     "hfopt/config/yaml_splices.py": _EDIT,

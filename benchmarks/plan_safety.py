@@ -36,8 +36,7 @@ from forked_runs import ForkedRuns
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware.detect import named
-from hfopt.memory.context import context_bytes
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import context_bytes, estimate
 from hfopt.planner import Plan, plan
 from hfopt.planner.ahead import Estimator
 from hfopt.schema import Candidate

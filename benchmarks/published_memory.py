@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 from hfopt.units import MIB

@@ -24,7 +24,7 @@ from typing import Any
 
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware.catalog import find
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.planner.engines import BOTH_BACKENDS, deepspeed_config, named_engine
 from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings

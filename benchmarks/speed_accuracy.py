@@ -24,7 +24,7 @@ from typing import Any
 from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.errors import HfoptError
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import BatchShape, OpCost, Workload
 from hfopt.speed.speed import Speed, speed_of
 from hfopt.speed.step_time import Ranks, StepTimer

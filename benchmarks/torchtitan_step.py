@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from hfopt.memory.allocator_options import AllocatorOptions
+from hfopt.memory.allocator import AllocatorOptions
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.depth import DEEP, SHALLOW, DepthCurve, share_of
+from hfopt.memory.layer_extrapolation import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.memory.timeline import alone
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload

@@ -20,7 +20,7 @@ def main() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported to be timed
 
     result = {"import_transformers_s": time.perf_counter() - began}
-    from hfopt.memory.memory import estimate
+    from hfopt.memory.step_memory import estimate
     from hfopt.model.from_config import from_spec
     from hfopt.schema import DataSpec, ModelSpec, StepSettings
 

@@ -23,7 +23,7 @@ from typing import Any
 from cases import Case, step_settings, trained_workload
 
 from hfopt.errors import HfoptError
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
 from hfopt.virtual.launch import environment

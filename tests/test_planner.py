@@ -13,7 +13,7 @@ import yaml
 
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.memory.curve import MemoryCurve, Replay
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import from_file

@@ -125,7 +125,7 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
     console = people(quiet=quiet)
     shown = console.status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
     with shown as status:
-        from hfopt.memory.memory import estimate
+        from hfopt.memory.step_memory import estimate
         from hfopt.planner import Request
         from hfopt.planner import plan as make
         from hfopt.planner.ahead import Ahead

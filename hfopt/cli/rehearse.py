@@ -43,7 +43,7 @@ def rehearse(
     """
     from hfopt.errors import HardwareError
     from hfopt.hardware.detect import named
-    from hfopt.memory.context import context_bytes
+    from hfopt.memory.step_memory import context_bytes
     from hfopt.probe.rehearsal import rehearse as run
     from hfopt.units import parse_bytes
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from hfopt.memory.repetition import Repetition
-from hfopt.memory.timeline import FREED, Timeline, require_same_events
+from hfopt.memory.timeline import FREED, Repetition, Timeline, require_same_events
 from hfopt.trace.cuda_allocations import FORMULAS
 
 if TYPE_CHECKING:

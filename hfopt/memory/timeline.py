@@ -1,21 +1,41 @@
-"""One timeline for every batch size: two traces matched event by event, each size as constant + slope × batch.
+"""One timeline for every batch size: what is live when, by kind, and how a step repeats.
+
+One timeline for every batch size: two traces matched event by event, each size as constant + slope × batch.
 
 Sizes that a kernel computes in another way keep their formula. Where the traces are not the same sequence of events there is no timeline
 (`coarse` has a rougher answer).
+
+What is live at one moment of the timeline, or at all of them, by kind.
+
+The second traced step again: each repetition has blocks of its own, and frees what the one before it left alive.
+
+A step that finds the cache as the step before left it may still need another segment: what fits depends on which blocks were cut. The
+first two traced steps are not alike (the optimizer's states come between them), the third shows what all later ones do.
+
+A rougher curve for a model that does different things at different batch sizes: straight lines through the peaks of two traces.
+
+Without events that match there is no timeline for other batch sizes. What is live at the peak is a line for each kind of memory, and what
+the allocator holds beyond it another. It is right at the two traced sizes, and a line between and beyond them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
+from hfopt.schema import MemoryPeak
 from hfopt.trace.cuda_allocations import FORMULAS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from hfopt.trace.recorder import Category, Trace, Where
+
 
 FREED = -1
 
@@ -118,4 +138,132 @@ def _differs(where: str, how: str) -> TraceError:
     return TraceError(
         f"the model does different things at {where}: {how}",
         hint="its control flow depends on the batch or on the data, so one trace cannot speak for all of them",
+    )
+
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "temporaries")
+
+
+def live_bytes(timeline: Timeline, batch: int, event: int) -> dict[str, int]:
+    """Requested bytes of every block live after `event`; the batch's inputs count as activations."""
+    live: dict[int, int] = {}
+    sizes = timeline.sizes(batch)
+    for block, size in zip(timeline.blocks[: event + 1].tolist(), sizes, strict=False):
+        if size == FREED:
+            live.pop(block, None)
+        else:
+            live[block] = size
+    totals = dict.fromkeys(KINDS, 0)
+    for block, size in live.items():
+        kind = timeline.categories.get(block, "temporaries")
+        totals["activations" if kind == "inputs" else kind] += size
+    return totals
+
+
+def live_over_time(timeline: Timeline, batch: int) -> dict[str, np.ndarray[Any, Any]]:
+    """The same after every event: one array over the events per kind."""
+    import numpy as np
+
+    changes = {kind: np.zeros(len(timeline), dtype=np.int64) for kind in KINDS}
+    taken: dict[int, int] = {}
+    for event, (block, size) in enumerate(zip(timeline.blocks.tolist(), timeline.sizes(batch), strict=True)):
+        kind = timeline.categories.get(block, "temporaries")
+        if size == FREED:
+            size = -taken.pop(block, 0)
+        else:
+            taken[block] = size
+        changes["activations" if kind == "inputs" else kind][event] = size
+    return {kind: np.cumsum(change) for kind, change in changes.items()}
+
+
+_NOBODYS = -1  # a block that was never taken: freeing it does nothing
+
+
+class ThirdStep:
+    """What follows the two traced steps."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        repetition = Repetition(timeline)
+        self._span = slice(repetition.repeated, repetition.end)
+        self._left = [(block, FREED) for block in repetition.leftovers(0)]
+        self._blocks = repetition.blocks(1)
+
+    def events(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Each a block and a size or FREED; `sizes` are those of the whole timeline."""
+        return chain(self._left, zip(self._blocks, sizes[self._span], strict=True))
+
+
+class Repetition:
+    """The second step, to be repeated: which of its blocks are its own, and whose blocks it frees."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        import numpy as np
+
+        marks = timeline.marks
+        self.begin, self.repeated, self.end = begin, repeated, end = marks["step_0"], marks["step_1"], marks.get("step_2", marks["end"])
+        self._blocks = timeline.blocks[repeated:end]
+        first, second = _births(timeline, begin, repeated), _births(timeline, repeated, end)
+        self._stride = timeline.next_block
+        self._own = np.isin(self._blocks, list(second.values()))
+        like = {block: second.get(key, _NOBODYS) for key, block in first.items()}
+        self._like = np.array([like.get(block, _NOBODYS) for block in self._blocks.tolist()])
+        self._carried = ~self._own & np.isin(self._blocks, list(like))
+        freed = {*self._blocks[timeline.is_free[repeated:end]].tolist(), *self._like.tolist()}
+        self._left = np.array([block for block in second.values() if block not in freed], dtype=np.int64)
+
+    def blocks(self, number: int) -> list[int]:
+        """The block of each event in repetition `number`; 0 is the step as traced."""
+        import numpy as np
+
+        blocks = self._blocks
+        if number:
+            before = np.where(self._like >= 0, self._like + (number - 1) * self._stride, _NOBODYS)
+            blocks = np.where(self._own, blocks + number * self._stride, np.where(self._carried, before, blocks))
+        out: list[int] = blocks.tolist()
+        return out
+
+    def leftovers(self, number: int) -> list[int]:
+        """Blocks of repetition `number` that nothing would free."""
+        out: list[int] = (self._left + number * self._stride).tolist()
+        return out
+
+
+def _births(timeline: Timeline, begin: int, end: int) -> dict[tuple[int, int], int]:
+    """The blocks taken in a stretch of the timeline, by place and how many were taken there before."""
+    counts: dict[int, int] = {}
+    found = {}
+    for block, freed, place in zip(
+        timeline.blocks[begin:end].tolist(), timeline.is_free[begin:end].tolist(), timeline.place_of[begin:end].tolist(), strict=True
+    ):
+        if not freed:
+            counts[place] = counts.get(place, 0) + 1
+            found[place, counts[place]] = block
+    return found
+
+
+COARSE_BATCH = 8  # the second size traced: far enough from the first that a jump does not become a slope
+COARSE_NOTE = "a coarse estimate, a straight line through batch {} and {}: {}"
+
+
+def coarse_timeline(first: MemoryPeak, second: MemoryPeak) -> Timeline:
+    """One block for each kind of memory, and one for what is reserved beyond them."""
+    import numpy as np
+
+    from hfopt.trace.recorder import Where
+
+    assert first.breakdown is not None
+    assert second.breakdown is not None
+    names = [*(f"{kind}_bytes" for kind in KINDS), "fragmentation_bytes"]
+    one, two = (np.array([getattr(peak.breakdown, name) for name in names], dtype=np.int64) for peak in (first, second))
+    slopes = np.maximum((two - one) / (second.batch - first.batch), 0.0)  # what shrinks does so once, not with every sample
+    categories: dict[int, Category] = dict(enumerate(KINDS))  # type: ignore[arg-type]
+    return Timeline(
+        blocks=np.arange(len(names)),
+        is_free=np.zeros(len(names), dtype=bool),
+        constants=np.maximum(one, two - slopes * (second.batch - first.batch)) - slopes * first.batch,
+        slopes=slopes,
+        places=[Where("backward", "", "")],
+        place_of=np.zeros(len(names), dtype=np.int64),
+        categories=categories,
+        marks={},
     )

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hfopt.errors import HfoptError
-from hfopt.memory.memory import Estimate
+from hfopt.memory.step_memory import Estimate
 from hfopt.schema import StepSettings, Workload
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from hfopt.memory.breakdown import live_over_time
 from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.timeline import live_over_time
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.space import Space, divisors
 from hfopt.schema import BatchPoint, Candidate, Checkpointing, Gpu, PlanCharts, TimelinePoint

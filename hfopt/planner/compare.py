@@ -12,9 +12,8 @@ from typing import Any
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware.detect import named
-from hfopt.memory.context import context_bytes
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, context_bytes, estimate
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import Request, Subject, from_file
 from hfopt.planner.result import Plan

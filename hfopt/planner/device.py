@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hfopt.config.settings import step_settings
 from hfopt.hardware import catalog
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.planner.ahead import Estimator
 from hfopt.planner.feasible import budget_bytes
 from hfopt.planner.pricing import Pricing

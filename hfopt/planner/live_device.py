@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from hfopt.memory.context import context_bytes
+from hfopt.memory.step_memory import context_bytes
 from hfopt.model.losses import trained_modules
 from hfopt.planner.request import Request, hardware_of
 from hfopt.schema import Gpu, Hardware

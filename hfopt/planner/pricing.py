@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.memory import Estimate
+from hfopt.memory.step_memory import Estimate
 from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.speed import Speed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hfopt.errors import VirtualGpuError
-from hfopt.memory.context import context_bytes
+from hfopt.memory.step_memory import context_bytes
 from hfopt.planner.request import Progress
 from hfopt.probe.arguments import Extent
 from hfopt.probe.dryrun import Prepared

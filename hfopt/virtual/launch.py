@@ -48,7 +48,7 @@ def environment(
 ) -> dict[str, str]:
     """The whole environment for a child: `base` (this process's by default) and the virtual card on top.
 
-    context_bytes: what the CUDA context takes of the card in each process that uses it (`hfopt.memory.context`).
+    context_bytes: what the CUDA context takes of the card in each process that uses it (`hfopt.memory.step_memory`).
     state: the file all processes of this launch share; by default a new one, removed when this process ends.
     python: the interpreter the child runs, when it is not this one.
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB

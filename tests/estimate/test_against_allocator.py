@@ -12,7 +12,7 @@ import pytest
 
 from hfopt.memory.allocator import CachingAllocator
 from hfopt.memory.curve import replay_events
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import Gpu, LengthSpread, StepSettings, Workload
 from hfopt.units import GIB
 

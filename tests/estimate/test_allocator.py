@@ -10,8 +10,7 @@ import pytest
 from allocator_runs import SETTINGS, Event, held, requests
 
 from hfopt.errors import ConfigError
-from hfopt.memory.allocator import CachingAllocator, OutOfMemory
-from hfopt.memory.allocator_options import AllocatorOptions, parse_alloc_conf
+from hfopt.memory.allocator import AllocatorOptions, CachingAllocator, OutOfMemory, parse_alloc_conf
 from hfopt.units import MIB
 
 RECORDED = json.loads((Path(__file__).parent / "allocator_runs.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hfopt.memory.memory import TRACED_BATCHES, estimate
+from hfopt.memory.step_memory import TRACED_BATCHES, estimate
 from hfopt.schema import BatchShape, StepSettings, Workload
 from hfopt.units import MIB
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.schema import StepSettings, Workload
 
 FRAMES, BATCH = 49, 8

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfopt.memory.depth import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
-from hfopt.memory.memory import estimate, traced
+from hfopt.memory.layer_extrapolation import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
+from hfopt.memory.step_memory import estimate, traced
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
 

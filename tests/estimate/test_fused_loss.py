@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import TraceError
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.memory.context import context_bytes
+from hfopt.memory.step_memory import context_bytes
 from hfopt.trace.cuda_allocations import Formula, Kept, Kernels
 from hfopt.units import KIB, MIB
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
 

@@ -12,7 +12,7 @@ import torch
 
 from hfopt.memory.allocator import CachingAllocator
 from hfopt.memory.lengths import drawn_lengths, growth, shortened, shorter_length, varying
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels

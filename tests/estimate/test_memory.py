@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from hfopt.errors import ConfigError, TraceError
-from hfopt.memory.allocator_options import AllocatorOptions
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.allocator import AllocatorOptions
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 Make = Callable[..., Workload]

@@ -12,7 +12,7 @@ import torch
 from versions import needs_graded_checkpointing
 
 from hfopt.errors import TraceError
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 from hfopt.trace.tracer import prepared
 

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.memory import estimate
-from hfopt.memory.repetition import ThirdStep
-from hfopt.memory.timeline import FREED, alone
+from hfopt.memory.step_memory import estimate
+from hfopt.memory.timeline import FREED, ThirdStep, alone
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.tracer import Tracer, prepared

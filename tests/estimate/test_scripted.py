@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hfopt.memory.memory import estimate
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.memory.evaluation import Evaluation, evaluation_curve
-from hfopt.memory.memory import estimate
+from hfopt.memory.evaluation_step import Evaluation, evaluation_curve
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 Make = Callable[..., Workload]

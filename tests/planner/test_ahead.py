@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.memory.memory import Estimate
+from hfopt.memory.step_memory import Estimate
 from hfopt.planner import ahead
 from hfopt.planner.ahead import Ahead
 from hfopt.schema import Checkpointing, StepSettings, Workload

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from hfopt.hardware import catalog
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.planner import Plan, Request, plan
 from hfopt.schema import DataSpec, ModelSpec, StepSettings, Workload

@@ -13,7 +13,7 @@ import yaml
 from versions import needs_5
 
 from hfopt.errors import ConfigError, NothingFits
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.devices import block_classes, plan_devices
 from hfopt.planner.engines import engine_args, engine_of, named_engine

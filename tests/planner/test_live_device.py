@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfopt.launch import trial_steps
-from hfopt.memory.context import context_bytes
+from hfopt.memory.step_memory import context_bytes
 from hfopt.planner import live_device
 from hfopt.planner.live_device import live_hardware
 from hfopt.planner.live_rules import data_parallel_world, kept_keys

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hfopt.errors import TraceError
-from hfopt.memory.memory import Estimate, estimate
+from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.schema import BatchShape, Sharding, StepSettings, Workload, ZeroSizes
 from hfopt.trace.fsdp import fake_world, has_fake_collectives
 from hfopt.trace.rank_step import bucket_sizes
@@ -72,7 +72,7 @@ def traced(sharding: Sharding | None, *, lora: bool = False, **settings: Any) ->
 
 def held(made: Estimate, *categories: str, after: str) -> int:
     """Bytes of these kinds that are live right after a mark of the timeline."""
-    from hfopt.memory.breakdown import live_bytes
+    from hfopt.memory.timeline import live_bytes
 
     live = live_bytes(made.curve.timeline, 2, made.curve.timeline.marks[after] + 2)
     return sum(live[category] for category in categories)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from hfopt.memory.allocator_options import parse_alloc_conf
-from hfopt.memory.context import context_bytes
+from hfopt.memory.allocator import parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.memory import TRACED_BATCHES
+from hfopt.memory.step_memory import TRACED_BATCHES, context_bytes
 from hfopt.memory.timeline import combine
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels

@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from hfopt.memory.allocator_options import AllocatorOptions
-from hfopt.memory.curve import MemoryCurve, Replay
-from hfopt.memory.envelope import running_lines
+from hfopt.memory.allocator import AllocatorOptions
+from hfopt.memory.curve import MemoryCurve, Replay, running_lines
 from hfopt.schema import Breakdown, MemoryPeak, OpCost, Workload
 
 if TYPE_CHECKING:
