@@ -26,7 +26,7 @@ from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import BatchShape, OpCost, Workload
-from hfopt.speed.speed import Speed, speed_of
+from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import Ranks, StepTimer
 
 DATA = Path(__file__).parent / "data" / "published_speed.csv"

@@ -22,7 +22,7 @@ from typing import Any
 from published_rows import Case
 from speed_accuracy import DATA, Kernels, Predicted, compare, predict, traced_cases
 
-from hfopt.speed.speed import HostCost, Speed, speed_of
+from hfopt.speed.device_speed import HostCost, Speed, speed_of
 
 START = {"half": 0.65, "tf32": 0.65, "fp32": 0.85, "attention": 0.55, "memory": 0.85, "reduction": 0.65, "host": 1.0}
 STEPS = (1.3, 1.12, 1.05)

@@ -14,7 +14,7 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.world import link_of, world_of
 from hfopt.schema import Gpu, StepSettings, Workload
-from hfopt.speed.speed import Speed, speed_of
+from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import Ranks
 
 CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
@@ -68,7 +68,7 @@ def device_of(subject: Subject, request: Request) -> Device:
     gpu = hardware.smallest
     notes = list(hardware.notes)
     if gpu is None:
-        from hfopt.speed.cpu_speed import cpu_speed
+        from hfopt.speed.device_speed import cpu_speed
 
         speed, free = cpu_speed(), hardware.host.ram_free_bytes
         notes.append("speeds are those of this CPU, measured now")

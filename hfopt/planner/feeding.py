@@ -9,7 +9,7 @@ from typing import Any
 
 from hfopt.planner.request import Subject
 from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
-from hfopt.speed.loader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
+from hfopt.speed.dataloader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
 
 KEYS = {
     "workers": "dataloader_num_workers",

@@ -13,7 +13,7 @@ from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.step_memory import Estimate
 from hfopt.planner.ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
-from hfopt.speed.speed import Speed
+from hfopt.speed.device_speed import Speed
 from hfopt.speed.step_time import Ranks, StepTimer
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hfopt.schema import OpCost, Precision, StepTime
-from hfopt.speed.speed import Speed
+from hfopt.speed.device_speed import Speed
 
 Floats = Any  # a numpy array of float64
 PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "backward", "optimizer")

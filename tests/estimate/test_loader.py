@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfopt.schema import Host, StepTime
-from hfopt.speed.loader import INLINE_SHARE, RAM_SHARE, WORKER_RAM_BYTES, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
+from hfopt.speed.dataloader import (
+    INLINE_SHARE,
+    RAM_SHARE,
+    WORKER_RAM_BYTES,
+    Demand,
+    SampleCost,
+    fed,
+    measure_cost,
+    plan_loader,
+    typical_cost,
+)
 
 GIB = 1 << 30
 ROOMY = Host(cores=16, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfopt.schema import Gpu, OpCost
-from hfopt.speed.speed import Speed, architecture, speed_of, table
+from hfopt.speed.device_speed import Speed, architecture, speed_of, table
 from hfopt.speed.step_time import Ranks, StepTimer, step_time
 
 A100 = Gpu(

@@ -1,17 +1,28 @@
-"""How fast a device is: a card's peaks and bandwidth times the shares of `efficiency.toml`, in one value the step-time model reads.
+"""How fast a device is: a card by its peaks and shares, a CPU by measuring it.
+
+How fast a device is: a card's peaks and bandwidth times the shares of `efficiency.toml`, in one value the step-time model reads.
 
 `speed_of` needs the card's facts (bandwidth, SMs, dense peaks); a card the catalog does not know has no speed, and None says so.
+
+The speed of this CPU, measured in a fraction of a second: a matmul, a large copy, and many tiny operations.
+
+On the CPU host and device are one, so launching and computing add up. The matmul gives the arithmetic rate, the copy the bandwidth, the
+tiny operations what every operation costs besides. Known limits: clocks and caches shift from run to run, and other processes
+take their share, so ratios between settings hold better than rates.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
 from typing import Any
+
+import torch
 
 from hfopt.schema import Gpu
 
@@ -105,3 +116,51 @@ def speed_of(gpu: Gpu) -> Speed | None:
         link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
         fitted_on=name,
     )
+
+
+REPEATS = 5
+
+
+def cpu_speed() -> Speed:
+    """Measured now, with the threads torch would use."""
+    left, right = torch.rand(512, 512), torch.rand(512, 512)
+    flops = 2 * 512**3 / _best(lambda: left @ right)
+    source = torch.rand(4 << 20)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() * 4 / _best(lambda: target.copy_(source))
+    op_s = _tiny_op_s()
+    return Speed(
+        name="this CPU",
+        matmul_flops={"fp32": flops, "bf16": flops, "fp16": flops},
+        peak_flops={"fp32": flops},
+        attention_share=0.5,
+        conv_share=0.5,
+        memory_bytes_per_s=bandwidth,
+        reduction_bytes_per_s=bandwidth,
+        sms=1,
+        kernel_floor_s=0.0,
+        host=HostCost(forward_s=2 * op_s, backward_s=2 * op_s, optimizer_s=2 * op_s, sync_s=0.0, step_s=1e-3),
+        asynchronous=False,
+        fitted_on="measured",
+    )
+
+
+def _tiny_op_s() -> float:
+    one = torch.zeros(8)
+
+    def many() -> None:
+        for _ in range(200):
+            one.add(1)
+
+    return _best(many) / 200
+
+
+def _best(run: Callable[[], object]) -> float:
+    """The fastest of a few runs: everything else on the machine only ever slows it."""
+    run()
+    seconds = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
