@@ -46,11 +46,11 @@ TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mu
     "hfopt/config/yaml_splices.py": _EDIT,
     "hfopt/config/yaml_edit.py": _EDIT,
     "hfopt/planner/space.py": ("tests/search/test_space.py", _SEARCH),
-    "hfopt/planner/rank.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
-    "hfopt/planner/feasible.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
-    "hfopt/planner/precision.py": ("tests/search/test_precision.py", _SEARCH),
+    "hfopt/planner/search.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
+    "hfopt/planner/search.py": ("tests/search/test_feasible_and_rank.py", _SEARCH),
+    "hfopt/planner/space.py": ("tests/search/test_precision.py", _SEARCH),
     "hfopt/planner/changes.py": ("tests/search/test_changes.py", _SEARCH),
-    "hfopt/planner/best.py": ("tests/search/test_best.py", _SEARCH),
+    "hfopt/planner/search.py": ("tests/search/test_best.py", _SEARCH),
 }
 _COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

@@ -14,7 +14,7 @@ from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hfopt.planner.compare import Row
+    from hfopt.planner.comparison import Row
 
 
 def compare(
@@ -38,7 +38,7 @@ def compare(
       hfopt compare train.yaml --gpus 3090,4090 --num-gpus 4 --json
     """
     from hfopt.planner import Request
-    from hfopt.planner.compare import compare_cards
+    from hfopt.planner.comparison import compare_cards
 
     names = [name.strip() for name in gpus.split(",") if name.strip()]
     if not names:

@@ -128,7 +128,7 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
         from hfopt.memory.step_memory import estimate
         from hfopt.planner import Request
         from hfopt.planner import plan as make
-        from hfopt.planner.ahead import Ahead
+        from hfopt.planner.trace_ahead import Ahead
 
         request: Request = Request(**options, own_process=True)
         ahead = Ahead(estimate)

@@ -16,20 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.facts.training_keys import installed
-from hfopt.planner.ahead import Estimator
-from hfopt.planner.best import Found, best_first
-from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
-from hfopt.planner.conclude import Course, concluded
-from hfopt.planner.confirm import confirmed
-from hfopt.planner.device import device_of
-from hfopt.planner.devices import plan_devices
-from hfopt.planner.evaluation import tried_eval_batch
+from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of, tried_eval_batch
+from hfopt.planner.conclusion import Course, concluded
+from hfopt.planner.engines import plan_devices
+from hfopt.planner.nothing_fits import nothing_fits
 from hfopt.planner.pricing import Pricing
-from hfopt.planner.remedies import nothing_fits
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
+from hfopt.planner.search import Found, best_first
 from hfopt.planner.space import Space, candidates
-from hfopt.planner.tryout import Tryout
+from hfopt.planner.target import device_of
+from hfopt.planner.trace_ahead import Estimator
+from hfopt.planner.trials import Tryout, confirmed
 from hfopt.schema import Candidate, Neutrality, Rejection, Trial
 
 

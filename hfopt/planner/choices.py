@@ -1,20 +1,109 @@
-"""What may be chosen for this job on this device: the config's own settings as a candidate, and the space around them."""
+"""What may be chosen for this job on this device: kernels, candidates, and the batch of the evaluation.
+
+Other kernels for the same computation, tried only where the user allows it: attention implementations, and liger's fused loss.
+
+What is offered is what can run on the card and be written into the config. flash_attention_2 is priced as PyTorch's own flash kernel on
+unpadded samples; of liger's kernels only the fused loss is modelled. Both are estimates, and the reason says so.
+
+What may be chosen for this job on this device: the config's own settings as a candidate, and the space around them.
+
+The batch of the evaluation, where the config evaluates: it keeps no activations, so it can hold what the training step can.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from hfopt.config.settings import checkpointing_of, default_optim, precision_of
+from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
-from hfopt.planner.batch_rules import batch_rule
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
-from hfopt.planner.device import Device
-from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
-from hfopt.planner.precision import NumericFacts, Precisions, precisions
+from hfopt.planner.grpo import batch_rule
+from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
-from hfopt.planner.space import Space, checkpointing_choices
-from hfopt.schema import Candidate, Checkpointing, TrainJob
+from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
+from hfopt.planner.target import Device
+from hfopt.probe.arguments import evaluates
+from hfopt.schema import Candidate, Checkpointing, Gpu, TrainJob
+
+LIGER_TYPES = frozenset(
+    ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
+)
+"""Text models whose loss liger-kernel 0.8.5 fuses (transformers/monkey_patch.py); where the package is installed, its own table is read."""
+LIGER = "use_liger_kernel"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The values to try, and what to tell about those that are not."""
+
+    values: tuple[Any, ...]
+    note: str | None = None
+
+
+def attention_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None) -> Offer:
+    """As it is, and what is faster: sdpa instead of eager, flash_attention_2 where package and card have it."""
+    if ATTENTION not in allowed or ATTENTION in subject.job.kept:
+        return Offer(values=(None,))
+    if subject.loaded is None or ATTENTION not in subject.loaded.homes:
+        note = f"--allow {ATTENTION}: the config does not state it, so there is no value to change; it is an argument of from_pretrained"
+        return Offer(values=(None,), note=note)
+    now = subject.job.model.attn_implementation
+    found: list[str | None] = [None]
+    if now == "eager":
+        found.append("sdpa")
+    flash = "flash_attention_2"
+    if now == flash or gpu is None or gpu.capability is None or gpu.capability < (8, 0):
+        return Offer(values=tuple(found))
+    if find_spec("flash_attn") is None:
+        return Offer(values=tuple(found), note=f"{flash} was not tried: the package flash-attn is not installed here")
+    return Offer(values=(*found, flash))
+
+
+def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
+    if LIGER not in allowed or LIGER in subject.job.kept:
+        return Offer(values=(False,))
+    why_not = _why_no_liger(subject)
+    if why_not is not None:
+        return Offer(values=(False,), note=f"{LIGER} was not tried: {why_not}")
+    missing = f"{LIGER} needs the package liger-kernel, which is not installed here" if _liger_folder() is None else None
+    if missing and not subject.hardware.hypothetical:
+        return Offer(values=(False,), note=f"{missing}: pip install liger-kernel, and it can be planned with")
+    return Offer(values=(False, True), note=missing)
+
+
+def _why_no_liger(subject: Subject) -> str | None:
+    workload, args = subject.workload, subject.job.args
+    config = getattr(workload.build_model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if workload.task != "causal_lm" or workload.compute_loss is not None:
+        return "its fused loss is for causal language models with their own loss"
+    if model_type not in _liger_types():
+        return f"liger-kernel does not know {model_type}"
+    if args.get("label_smoothing_factor"):
+        return "the Trainer's label smoothing needs the logits that it leaves out"
+    return None
+
+
+def _liger_folder() -> Path | None:
+    spec = find_spec("liger_kernel")
+    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+
+
+def _liger_types() -> frozenset[str]:
+    """Of the installed package, read from its source (importing it needs triton and a card), else the known ones."""
+    folder = _liger_folder()
+    source = folder / "transformers" / "monkey_patch.py" if folder is not None else None
+    if source is None or not source.exists():
+        return LIGER_TYPES
+    table = re.search(r"^MODEL_TYPE_TO_APPLY_LIGER_FN = \{(.*?)^\}", source.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'"(\w+)":', table[1])) & LIGER_TYPES if table else LIGER_TYPES
+
 
 FUSED = "adamw_torch_fused"
 
@@ -95,3 +184,27 @@ def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing
 def _graded(job: TrainJob) -> bool:
     """every_n_layers is known to transformers from 5.22 on."""
     return tuple(int(part) for part in installed().version.split(".")[:2]) >= (5, 22)
+
+
+KEY = "per_device_eval_batch_size"
+
+
+def eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[int, str] | None:
+    """The new value with its reason; None where the config's own stays."""
+    args = subject.job.args
+    if not evaluates(args):
+        return None
+    now = int(args.get(KEY) or defaults()[KEY])
+    limit = pricing.known_limit(winner) or winner.per_device_batch
+    wanted = min(limit, 2 * winner.per_device_batch)
+    wanted = wanted // 8 * 8 if wanted >= 8 else wanted
+    if wanted <= now <= limit:
+        return None
+    why = "evaluation keeps no activations: it can hold what training holds" if wanted > now else f"at most {limit} is known to fit"
+    return wanted, why
+
+
+def tried_eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> int | None:
+    """What a dry run evaluates with: the planned batch, which is the config's own where that is kept."""
+    planned = None if KEY in subject.job.kept else eval_batch(subject, pricing, winner)
+    return None if planned is None else planned[0]

@@ -1,16 +1,154 @@
-"""Planning from Python: a Trainer, or a TrainingArguments with a model or a model id, becomes the same subject a YAML does."""
+"""Planning from Python: a Trainer, or TrainingArguments with a model; what it does not let a plan change.
+
+What a live Trainer does not let a plan change, and what its data does not; each with the words that say so.
+
+The device a live Trainer already sits on: its own card, with what its process holds there counted as free again.
+
+A plan says what a whole training process needs, weights and CUDA context included. The live process has taken part of that already, so
+free + reserved + context is what it can have; tensors that are not the trained model's (a reference model, the user's own) stay and are
+taken off.
+
+Planning from Python: a Trainer, or a TrainingArguments with a model or a model id, becomes the same subject a YAML does.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
-from typing import Any
+import os
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from hfopt.errors import ConfigError
-from hfopt.planner.live_device import live_hardware
-from hfopt.planner.live_rules import data_parallel_world, feeding_limits, kept_keys, kind_of
+from hfopt.memory.step_memory import context_bytes
+from hfopt.model.losses import trained_modules
+from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
-from hfopt.schema import DataSpec, ModelSpec, TrainJob
+from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, TrainJob
+
+BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
+Kind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+_KINDS: dict[str, Kind] = {
+    "Seq2SeqTrainer": "Seq2SeqTrainer",
+    "SFTTrainer": "SFT",
+    "DPOTrainer": "DPO",
+    "GRPOTrainer": "GRPO",
+    "RewardTrainer": "Reward",
+    "KTOTrainer": "KTO",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    keys: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    most_workers: int | None = None
+
+
+def kind_of(trainer: Any) -> Kind:
+    """By the nearest known class it descends from."""
+    return next((_KINDS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in _KINDS), "Trainer")
+
+
+def data_parallel_world(trainer: Any) -> int:
+    """Ranks that share a sample (tensor, context, sequence parallel) do not multiply the batch."""
+    world = int(getattr(trainer.args, "world_size", 1)) * max(1, int(getattr(trainer.args, "n_gpu", 1)))  # DataParallel's replicas count
+    for size in ("get_tp_size", "get_cp_size", "get_sp_size"):
+        if hasattr(trainer, size):
+            world //= max(1, int(getattr(trainer, size)()))
+    return max(1, world)
+
+
+def kept_keys(trainer: Any) -> Kept:
+    """What was fixed when the Trainer was made."""
+    keys: set[str] = set()
+    notes: list[str] = []
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        keys.update(BATCH_KEYS, PRECISION_KEYS)
+        notes.append("DeepSpeed has already read batch, accumulation and precision from its own config: they stay")
+    elif getattr(trainer.accelerator, "_models", None):
+        keys.update(PRECISION_KEYS)
+        notes.append("another model (a reference) is already prepared in the Trainer's precision, which stays")
+    elif os.environ.get("ACCELERATE_MIXED_PRECISION", "no") not in ("no", _stated_precision(trainer.args)):
+        keys.update(PRECISION_KEYS)
+        notes.append("the launcher chose the precision (accelerate config): it stays")
+    if trainer.optimizer is not None and "optim" not in keys:
+        keys.add("optim")
+    if getattr(trainer.args, "torch_compile", False):
+        keys.update(("gradient_checkpointing", "gradient_checkpointing_kwargs"))
+        notes.append("torch_compile: checkpointing stays as it is, for the compiled graph was asked for with it")
+    if getattr(trainer.args, "n_gpu", 1) > 1:
+        notes.append(
+            f"{trainer.args.n_gpu} GPUs in one process are DataParallel; `hfopt run --nproc {trainer.args.n_gpu}` gives each its own"
+        )
+    if getattr(trainer.args, "use_liger_kernel", False):
+        notes.append("what liger's kernels save is not in the estimate: there is more room than it says")
+    return Kept(keys=frozenset(keys), notes=tuple(notes))
+
+
+def _stated_precision(args: Any) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+
+
+def feeding_limits(trainer: Any) -> Kept:
+    """A stream is divided among workers by its shards; one that is not divisible would be read once by each of them."""
+    from torch.utils.data import IterableDataset
+
+    data = trainer.train_dataset
+    if not isinstance(data, IterableDataset):
+        return Kept()
+    shards = getattr(data, "num_shards", None) or getattr(data, "n_shards", None)
+    if isinstance(shards, int):
+        most = max(1, shards // max(1, data_parallel_world(trainer)))
+        return Kept(
+            most_workers=most, notes=(f"the data is a stream of {shards} shard{'s' if shards != 1 else ''}: at most {most} workers",)
+        )
+    note = "the data is an IterableDataset of its own making, which every worker would read from its start: the workers stay"
+    return Kept(keys=frozenset({"dataloader_num_workers"}), notes=(note,))
+
+
+def live_hardware(trainer: Any, request: Request) -> Hardware:
+    """The named card when one was asked for; else the Trainer's own device, the CPU included."""
+    hardware = hardware_of(request)
+    device, args = trainer.args.device, trainer.args
+    if hardware.hypothetical:
+        return hardware
+    if device.type != "cuda" or not hardware.gpus:
+        return _shared_host(replace(hardware, gpus=()), args) if device.type == "cpu" else hardware
+    index = device.index or 0
+    gpus = hardware.gpus
+    if args.world_size == 1 and args.n_gpu <= 1:
+        gpus = gpus[index : index + 1] or gpus
+    held = _held_bytes(trainer)
+    return _shared_host(replace(hardware, gpus=tuple(_as_if_fresh(gpu, held) for gpu in gpus)), args)
+
+
+def _as_if_fresh(gpu: Gpu, held: int) -> Gpu:
+    """With several ranks the others hold on their cards what this one holds on its own."""
+    context = context_bytes(gpu.capability, multiprocessors=gpu.sms) if gpu.capability is not None else 0
+    free = gpu.free_bytes if gpu.free_bytes is not None else gpu.available_bytes
+    return replace(gpu, free_bytes=min(free + held + context, gpu.usable_bytes or gpu.memory_bytes))
+
+
+def _held_bytes(trainer: Any) -> int:
+    """Reserved by this process, less what lives there besides the model: that does not become free."""
+    import torch
+
+    device = trainer.args.device
+    tensors = (tensor for module in trained_modules(trainer) for tensor in (*module.parameters(), *module.buffers()))
+    sizes = {id(tensor): tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda}
+    own = sum(sizes.values())
+    others = max(0, torch.cuda.memory_allocated(device) - own)
+    held: int = torch.cuda.memory_reserved(device) - others
+    return held
+
+
+def _shared_host(hardware: Hardware, args: Any) -> Hardware:
+    """Ranks of one machine share its memory; where they compute on the CPU each has its part of it."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    if hardware.gpus or ranks <= 1:
+        return hardware
+    host = hardware.host
+    return replace(hardware, host=replace(host, ram_free_bytes=host.ram_free_bytes // ranks, cores=max(1.0, host.cores / ranks)))
 
 
 def from_live(source: Any, request: Request) -> Subject:

@@ -9,8 +9,8 @@ from pathlib import Path
 from hfopt.config.settings import full_checkpointing, step_settings
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.step_memory import estimate
-from hfopt.planner.device import allocator_conf
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
+from hfopt.planner.target import allocator_conf
 from hfopt.schema import (
     BatchShape,
     Checkpointing,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.step_memory import Estimate
-from hfopt.planner.ahead import Ahead, Estimator
+from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
 from hfopt.speed.step_time import Ranks, StepTimer

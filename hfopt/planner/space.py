@@ -1,4 +1,11 @@
-"""The search space: every way to make the same effective batch, in every precision and checkpointing the card and the user allow.
+"""The search space: every way to make the same effective batch, in every precision the card and the model allow.
+
+Which precisions may be tried on a card for a model, and why the others may not.
+
+bf16 and tf32 need compute capability 8.0. fp16 pays on 7.x, where tensor cores know nothing else; before that it only saves memory, and
+from 8.0 on bf16 is as fast and cannot overflow, so fp16 stays only where the user already has it. What the user has is always tried.
+
+The search space: every way to make the same effective batch, in every precision and checkpointing the card and the user allow.
 
 The effective batch is a law: per-device batch × accumulation × world is the same for every candidate, so only exact divisors appear.
 """
@@ -9,7 +16,84 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hfopt.errors import ConfigError
-from hfopt.schema import Candidate, Checkpointing, Precision
+from hfopt.schema import Candidate, Checkpointing, Gpu, Precision
+
+OVERFLOWS_IN_FP16 = ("t5", "mt5", "umt5", "longt5", "byt5", "pix2struct", "gemma", "pegasus")
+"""Families whose activations leave fp16's range (trained in bfloat16 on TPUs): the loss becomes NaN."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precisions:
+    allowed: tuple[Precision, ...]
+    ruled_out: tuple[tuple[Precision, str], ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumericFacts:
+    """What is known of the model's numbers. `family` is the model class or name in any case."""
+
+    family: str
+    weights_dtype: str | None = None  # what the weights are stored in during training; None is float32
+    trained_in: str | None = None  # what the published weights were trained in
+
+
+def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep: bool = False) -> Precisions:
+    """The precisions to try, the user's own first."""
+    if gpu is None:
+        return Precisions(allowed=(current,), ruled_out=(), warnings=())
+    if keep:
+        return Precisions(allowed=(current,), ruled_out=(), warnings=_fp16_warnings((current,), facts))
+    if facts.weights_dtype in ("bfloat16", "float16"):
+        reason = f"the weights are stored in {facts.weights_dtype}: autocast on top only adds casts"
+        others: tuple[Precision, ...] = ("fp16", "bf16", "tf32")
+        return Precisions(allowed=(current,), ruled_out=tuple((p, reason) for p in others if p != current))
+    allowed: list[Precision] = [current]
+    ruled_out: list[tuple[Precision, str]] = []
+    for precision in ("bf16", "tf32", "fp16", "fp32"):
+        why_not = _why_not(precision, gpu, current, facts)
+        if why_not is None and precision not in allowed:
+            allowed.append(precision)
+        elif why_not is not None and precision != current:
+            ruled_out.append((precision, why_not))
+    if current == "fp16" and _overflows(facts):
+        allowed.remove("fp16")
+        ruled_out.append(("fp16", f"{facts.family} overflows in fp16"))
+    if not gpu.supports(current):
+        allowed.remove(current)
+        ruled_out.append((current, f"{gpu.name} has no {current}: it needs compute capability 8.0"))
+    return Precisions(allowed=tuple(allowed), ruled_out=tuple(ruled_out), warnings=_fp16_warnings(allowed, facts))
+
+
+def _why_not(precision: Precision, gpu: Gpu, current: Precision, facts: NumericFacts) -> str | None:
+    capability = gpu.capability
+    if precision in ("bf16", "tf32") and not gpu.supports(precision):
+        have = "unknown" if capability is None else f"{capability[0]}.{capability[1]}"
+        return f"needs compute capability 8.0, {gpu.name} has {have}"
+    if precision == "fp16":
+        if _overflows(facts):
+            return f"{facts.family} overflows in fp16"
+        if capability is None or capability < (7, 0):
+            return f"{gpu.name} has no fp16 tensor cores: it would only slow the step"
+        if gpu.supports("bf16") and current != "fp16":
+            return "bf16 is as fast on this card and cannot overflow"
+    return None
+
+
+def _overflows(facts: NumericFacts) -> bool:
+    family = facts.family.lower().replace("-", "").replace("_", "")
+    return any(name in family for name in OVERFLOWS_IN_FP16)
+
+
+def _fp16_warnings(tried: Sequence[Precision], facts: NumericFacts) -> tuple[str, ...]:
+    used = "fp16" in tried
+    if used and _overflows(facts):
+        return (f"{facts.family} is known to overflow in fp16: watch for a NaN loss",)
+    if used and facts.trained_in == "bfloat16":
+        return (
+            "the published weights were trained in bfloat16, whose range fp16 does not have: watch the loss, and the GradScaler's scale",
+        )
+    return ()
 
 
 def divisors(number: int) -> tuple[int, ...]:

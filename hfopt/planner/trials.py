@@ -1,16 +1,35 @@
-"""The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide.
+"""The winner is tried on the device, and what was measured corrects the curve for this job.
+
+The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide.
 
 On a card one trial is enough: its speed is well predicted and its memory is what must be sure. On the CPU speeds depend on caches that no
 roofline knows: the predicted best and the config's own settings are timed, then the neighbouring batch sizes of whichever is faster, until
 none of them is. Other processes disturb: the two fastest, where they are close, are timed once more, and the better run of each counts.
+
+The winner is tried, and what was measured corrects the curve for this job: where that moves a limit, the search is asked again.
+
+A measured peak above the budget rules the winner out although it ran; one below what was predicted may let a larger batch in, which is
+then tried as well.
+
+Where a winner can be tried, and the child that tries it: started as soon as the job is read, it imports while the search goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
 
-from hfopt.schema import Candidate, StepTime, Trial
+from hfopt.errors import NothingFits, VirtualGpuError
+from hfopt.memory.step_memory import context_bytes
+from hfopt.planner.pricing import Pricing
+from hfopt.planner.request import Progress
+from hfopt.planner.search import Found
+from hfopt.probe.arguments import Extent
+from hfopt.probe.dryrun import Prepared
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, Gpu, Hardware, StepTime, TrainJob, Trial
+from hfopt.virtual.launch import available
 
 MOST_FAILURES = 4
 MOST_TIMINGS = 7
@@ -106,3 +125,144 @@ def _untried(ranked: Sequence[tuple[Candidate, StepTime]], failed: Sequence[Tria
 def _cost_s(trial: Trial) -> float:
     """All of them run with the same threads, so the CPU time compares them where it is known, whatever else the machine does."""
     return next((seconds for seconds in (trial.cpu_s, trial.step_s) if seconds is not None), float("inf"))
+
+
+CLOSE_ENOUGH = 0.01  # an estimate this near to the measurement stands: the next limit would move by less than headroom is for
+MOST_ROUNDS = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Confirmed:
+    found: Found
+    verdict: Tried
+    correction: Correction | None = None
+
+    @property
+    def winner(self) -> tuple[Candidate, StepTime]:
+        assert self.verdict.chosen is not None
+        return self.found.ranked[self.verdict.chosen]
+
+
+def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: Run, *, timed_from: Candidate | None = None) -> Confirmed:
+    """`search` makes the search again with the corrected pricing; `timed_from`: measured times decide, from these settings on."""
+    state = _tried(found, pricing, run, timed_from)
+    for _ in range(MOST_ROUNDS):
+        error = state.correction.memory_error if state.correction is not None else None
+        if state.correction is None or error is None or abs(error) <= CLOSE_ENOUGH:
+            break
+        pricing.correct(state.correction)
+        again = search()
+        if not again.ranked:
+            break
+        if again.ranked[0][0] == state.winner[0]:
+            return replace(state, found=again, verdict=replace(state.verdict, chosen=0))
+        retried = _tried(again, pricing, run, timed_from)
+        runs = state.verdict.runs + retried.verdict.runs
+        failed = (*state.verdict.failed, *retried.verdict.failed)
+        state = replace(retried, verdict=replace(retried.verdict, runs=runs, failed=failed))
+    return state
+
+
+def _tried(found: Found, pricing: Pricing, run: Run, timed_from: Candidate | None) -> Confirmed:
+
+    @cache
+    def needs() -> dict[Candidate, int]:
+        """Asked only after a failure."""
+        ranked = [candidate for candidate, _ in found.ranked]
+        return {c: memory.device_bytes for c, memory in zip(ranked, pricing.nearest_memories(ranked), strict=True)}
+
+    if timed_from is not None:
+        verdict = timed(found.ranked, run, timed_from)
+    else:
+        verdict = tried(found.ranked, run, needs_bytes=lambda candidate: needs()[candidate])
+    trial = verdict.trial
+    if verdict.chosen is None:
+        assert trial is not None
+        raise NothingFits(
+            f"nothing fits: {verdict.runs} setting(s) were predicted to fit and ran out of memory in the dry run: {trial.message}",
+            hint="free memory on the device, leave more of it with --headroom, or see --allow",
+        )
+    correction = pricing.compare(trial) if trial is not None and trial.outcome == "ok" else None
+    return Confirmed(found=found, verdict=verdict, correction=correction)
+
+
+Where = Literal["cuda", "cpu", "virtual"]
+EXTENTS: dict[Where, Extent] = {
+    "cuda": Extent(),
+    "cpu": Extent(steps=40, enough_s=3.0),  # there the fastest of them decides among candidates, and other processes disturb
+    "virtual": Extent(micro_batches=REHEARSED_MICRO_BATCHES),
+}
+
+
+def where_to_try(job: TrainJob, hardware: Hardware) -> Where | None:
+    """The device itself, or the virtual GPU for a card that is not here; None where neither can be, and for several devices: one alone
+    holds neither the buckets nor the shards of its part."""
+    gpu = hardware.smallest
+    if job.world_size > 1:
+        return None
+    if not hardware.hypothetical:
+        return "cpu" if gpu is None else "cuda"
+    if gpu is None or gpu.vendor != "nvidia" or gpu.capability is None:
+        return None
+    return "virtual" if available() is None else None
+
+
+class Tryout:
+    """Tries candidates one after the other, each in a child of its own; closing it ends what was started and never asked."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.note: str | None = None  # why nothing can be tried, where that is news
+        self._progress = progress
+        self._job: TrainJob | None = None
+        self._where: Where | None = None
+        self._gpu: Gpu | None = None
+        self._ready: Prepared | None = None
+
+    def prepare(self, job: TrainJob, hardware: Hardware) -> None:
+        self._where, self._gpu = where_to_try(job, hardware), hardware.smallest
+        self._job = job
+        try:
+            self._ready = self._start()
+        except VirtualGpuError as error:
+            self._where, self.note = None, f"not rehearsed: {error}"
+
+    def __call__(self, candidate: Candidate, eval_batch: int | None = None) -> Trial | None:
+        if self._where is None:
+            return None
+        if self._where == "virtual" and (own := _own_kernels(candidate)) is not None:
+            self.note = f"not rehearsed: {own} brings CUDA code of its own, which the virtual GPU does not run"
+            return None
+        device = self._gpu.name if self._gpu is not None else "the CPU"
+        virtual = " (virtual)" if self._where == "virtual" else ""
+        self._progress(f"trying {candidate.per_device_batch} × {candidate.accumulation} on {device}{virtual}")
+        ready, self._ready = self._ready or self._start(), None
+        assert ready is not None
+        with ready:
+            return ready.run(candidate, eval_batch=eval_batch)
+
+    def close(self) -> None:
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
+
+    def __enter__(self) -> Tryout:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> Prepared | None:
+        if self._where is None or self._job is None:
+            return None
+        gpu = self._gpu
+        context = 0
+        if self._where == "virtual" and gpu is not None:
+            context = context_bytes(gpu.capability or (8, 0), multiprocessors=gpu.sms)
+        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, extent=EXTENTS[self._where])
+
+
+def _own_kernels(candidate: Candidate) -> str | None:
+    if candidate.use_liger_kernel:
+        return "liger-kernel"
+    name = candidate.attn_implementation or ""
+    return name if name.startswith("flash_attention") else None

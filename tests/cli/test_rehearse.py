@@ -16,7 +16,7 @@ from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
 from hfopt.errors import ConfigError
 from hfopt.hardware.installed_software import Probe
-from hfopt.planner.compare import Row
+from hfopt.planner.comparison import Row
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import GIB
 

@@ -12,8 +12,8 @@ import torch
 
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import Estimate
-from hfopt.planner import ahead
-from hfopt.planner.ahead import Ahead
+from hfopt.planner import trace_ahead
+from hfopt.planner.trace_ahead import Ahead
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 PLAIN = StepSettings()
@@ -34,7 +34,7 @@ HERE = os.getpid()
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_can_fork", lambda: True)
+    monkeypatch.setattr(trace_ahead, "_can_fork", lambda: True)
 
 
 def test_answers_come_from_one_child_in_any_order() -> None:
@@ -82,8 +82,8 @@ def stuck(_: Workload, settings: StepSettings) -> Estimate:
 
 
 def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_LOOK_S", 0.05)
-    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(trace_ahead, "_LOOK_S", 0.05)
+    monkeypatch.setattr(trace_ahead, "_PATIENCE_S", 0.5)
     early = Ahead(stuck)
     early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)])
     assert early._child is not None

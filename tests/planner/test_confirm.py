@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits
-from hfopt.planner.best import Found
-from hfopt.planner.confirm import confirmed
+from hfopt.planner.search import Found
+from hfopt.planner.trials import confirmed
 from hfopt.schema import Candidate, Correction, MemoryPeak, StepTime, Trial
 
 BATCHES = (64, 32, 16, 8)

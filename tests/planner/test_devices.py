@@ -15,8 +15,7 @@ from versions import needs_5
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
-from hfopt.planner.devices import block_classes, plan_devices
-from hfopt.planner.engines import engine_args, engine_of, named_engine
+from hfopt.planner.engines import block_classes, engine_args, engine_of, named_engine, plan_devices
 from hfopt.planner.request import Subject, from_file
 from hfopt.schema import StepSettings, Workload
 
@@ -129,7 +128,7 @@ def test_nothing_fits_names_every_engine(folder: Path) -> None:
 
 @pytest.mark.parametrize(("bound", "tried"), [("compute", ["FSDP2"]), ("communication", ["FSDP2", "FSDP2", "ZeRO-2"])])
 def test_zero_is_traced_only_where_it_could_win(folder: Path, bound: Any, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfopt.planner.devices.find_spec", lambda name: object())
+    monkeypatch.setattr("hfopt.planner.engines.find_spec", lambda name: object())
     any_plan = made(folder)
     after = any_plan.facts.after
     stand_in = replace(any_plan, facts=replace(any_plan.facts, after=replace(after, time=replace(after.time, bound=bound))))

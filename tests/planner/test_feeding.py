@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.planner.feeding import Feeding
+from hfopt.planner.data_feed import Feeding
 from hfopt.schema import BatchShape, Candidate, Hardware, Host, LoaderPlan, StepTime
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ import pytest
 from hfopt.errors import NothingFits, WorkloadError
 from hfopt.model import samples
 from hfopt.model.from_config import from_spec
-from hfopt.planner.generation import check_generation, completions_at_once, writing_of
+from hfopt.planner.grpo import check_generation, completions_at_once, writing_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
 from hfopt.units import MIB

@@ -9,7 +9,7 @@ import pytest
 
 from hfopt.hardware import catalog
 from hfopt.planner import Request
-from hfopt.planner.kernels_on_offer import attention_choices, liger_choices
+from hfopt.planner.choices import attention_choices, liger_choices
 from hfopt.planner.request import Subject, from_file
 
 LLAMA = {
@@ -40,7 +40,7 @@ def test_nothing_is_tried_that_was_not_allowed(tmp_path: Path) -> None:
 
 
 def test_liger_is_for_models_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hfopt.planner.kernels_on_offer._liger_folder", lambda: None)
+    monkeypatch.setattr("hfopt.planner.choices._liger_folder", lambda: None)
     offered = liger_choices(subject(tmp_path, LLAMA), BOTH)
     assert offered.values == (False, True) and offered.note is not None and "not installed here" in offered.note
     assert liger_choices(subject(tmp_path, LLAMA, "use_liger_kernel: false  # hfopt: keep\n"), BOTH).values == (False,)
@@ -54,7 +54,7 @@ def test_an_installed_liger_says_itself_what_it_knows(tmp_path: Path, monkeypatc
     folder = tmp_path / "liger_kernel"
     (folder / "transformers").mkdir(parents=True)
     (folder / "transformers" / "monkey_patch.py").write_text('MODEL_TYPE_TO_APPLY_LIGER_FN = {\n    "qwen2": apply,\n}\n')
-    monkeypatch.setattr("hfopt.planner.kernels_on_offer._liger_folder", lambda: folder)
+    monkeypatch.setattr("hfopt.planner.choices._liger_folder", lambda: folder)
     refused = liger_choices(subject(tmp_path, LLAMA), BOTH)
     assert refused.values == (False,) and refused.note is not None and "does not know llama" in refused.note
 
@@ -69,9 +69,9 @@ def test_attention_is_changed_where_the_file_states_it(tmp_path: Path) -> None:
 
 def test_flash_attention_needs_package_and_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = subject(tmp_path, LLAMA, "attn_implementation: sdpa\n")
-    monkeypatch.setattr("hfopt.planner.kernels_on_offer.find_spec", lambda name: object())
+    monkeypatch.setattr("hfopt.planner.choices.find_spec", lambda name: object())
     assert attention_choices(made, BOTH, catalog.find("rtx 4090")).values == (None, "flash_attention_2")
     assert attention_choices(made, BOTH, catalog.find("t4")).values == (None,)
-    monkeypatch.setattr("hfopt.planner.kernels_on_offer.find_spec", lambda name: None)
+    monkeypatch.setattr("hfopt.planner.choices.find_spec", lambda name: None)
     missing = attention_choices(made, BOTH, catalog.find("rtx 4090"))
     assert missing.values == (None,) and missing.note is not None and "flash-attn is not installed" in missing.note

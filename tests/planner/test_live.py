@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hfopt.planner.batch_rules import batch_rule
-from hfopt.planner.feeding import Feeding
+from hfopt.planner.data_feed import Feeding
+from hfopt.planner.grpo import batch_rule
 from hfopt.planner.live import from_live
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import Space, micro_batches

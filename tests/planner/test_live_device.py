@@ -10,9 +10,8 @@ import torch
 
 from hfopt.launch import trial_steps
 from hfopt.memory.step_memory import context_bytes
-from hfopt.planner import live_device
-from hfopt.planner.live_device import live_hardware
-from hfopt.planner.live_rules import data_parallel_world, kept_keys
+from hfopt.planner import live
+from hfopt.planner.live import data_parallel_world, kept_keys, live_hardware
 from hfopt.planner.request import Request
 from hfopt.schema import Gpu, Hardware, Host
 from hfopt.units import GIB
@@ -34,7 +33,7 @@ def trainer(device: str, **args: Any) -> Any:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     hardware = Hardware(gpus=CARDS, host=HOST)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(live_device, "hardware_of", lambda request: hardware)
+    monkeypatch.setattr(live, "hardware_of", lambda request: hardware)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GIB)  # none of it the model's, which is on the CPU here
     return hardware
@@ -58,7 +57,7 @@ def test_several_ranks_have_all_cards_and_the_cpu_is_shared(machine: Hardware, m
 
 def test_a_card_that_was_named_is_planned_for_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     named = Hardware(gpus=CARDS[:1], host=HOST, hypothetical=True)
-    monkeypatch.setattr(live_device, "hardware_of", lambda request: named)
+    monkeypatch.setattr(live, "hardware_of", lambda request: named)
     assert live_hardware(trainer("cuda:0"), Request()) is named
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hfopt.errors import WorkloadError
-from hfopt.planner import remedies
+from hfopt.planner import nothing_fits
 from hfopt.schema import BatchShape, Breakdown, Candidate, DataSpec, MemoryPeak, ModelSpec, StepSettings, TrainJob
 from hfopt.units import GIB
 
@@ -37,9 +37,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Any:
     def ask(budget_gib: float, whole: MemoryPeak, job: TrainJob = JOB) -> list[str]:
         subject: Any = SimpleNamespace(job=job, workload=SimpleNamespace(shape=BatchShape(kind="text", length=512), checkpointable=True))
         device: Any = SimpleNamespace(budget_bytes=int(budget_gib * GIB))
-        return list(remedies._remedies(subject, device, None, SMALLEST, whole))  # type: ignore[arg-type]
+        return list(nothing_fits._remedies(subject, device, None, SMALLEST, whole))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(remedies, "_needed", needed)
+    monkeypatch.setattr(nothing_fits, "_needed", needed)
     return ask
 
 
@@ -74,6 +74,6 @@ def test_a_change_that_cannot_be_traced_is_no_remedy(monkeypatch: pytest.MonkeyP
     def fails(job: TrainJob) -> None:
         raise WorkloadError("peft is not installed")
 
-    monkeypatch.setattr(remedies, "workload_of", fails)
+    monkeypatch.setattr(nothing_fits, "workload_of", fails)
     pricing: Any = SimpleNamespace(base=StepSettings())
-    assert remedies._needed(None, pricing, JOB, SMALLEST) is None  # type: ignore[arg-type]
+    assert nothing_fits._needed(None, pricing, JOB, SMALLEST) is None  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from hfopt.errors import ConfigError
-from hfopt.planner import compare, memory_table
+from hfopt.planner import comparison, memory_table
 from hfopt.planner.result import Plan
-from hfopt.planner.world import link_of
+from hfopt.planner.target import link_of
 from hfopt.schema import (
     BatchShape,
     Candidate,
@@ -103,12 +103,12 @@ def test_json_tells_what_was_measured_and_what_had_been_predicted() -> None:
 
 
 def test_the_row_of_a_card() -> None:
-    row = compare.Row(card="T4", plan=PLAN, run_s=3600.0, cost=0.354)
+    row = comparison.Row(card="T4", plan=PLAN, run_s=3600.0, cost=0.354)
     assert row.cells() == ("T4", "yes", "8 × 2 bf16 checkpointing", "32.0", "50.0 %", "1.00 GiB", "1 h 0 min", "0.35")
     every_second = replace(CANDIDATE, checkpointing=Checkpointing(every_n_layers=2))
     graded = Plan(facts=replace(FACTS, after=replace(CHOSEN, candidate=every_second)))
-    assert compare.Row(card="T4", plan=graded).cells()[2] == "8 × 2 bf16 checkpointing/2"
-    assert compare.Row(card="T4", plan=None, why_not="too small").cells()[:3] == ("T4", "no", "too small")
+    assert comparison.Row(card="T4", plan=graded).cells()[2] == "8 × 2 bf16 checkpointing/2"
+    assert comparison.Row(card="T4", plan=None, why_not="too small").cells()[:3] == ("T4", "no", "too small")
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_the_row_of_a_card() -> None:
 )
 def test_how_long_a_run_takes(args: dict[str, Any], samples: int | None, of_data: int | None, run_s: float | None) -> None:
     subject: Any = SimpleNamespace(job=replace(FACTS.job, args=args, data=DataSpec(samples=of_data)))
-    assert compare._run_s(subject, PLAN, samples) == run_s
+    assert comparison._run_s(subject, PLAN, samples) == run_s
 
 
 def test_a_price_is_found_by_any_spelling_of_the_card() -> None:
-    card = compare.named("rtx 4090").gpus[0].name
-    assert compare._price({"4090": 0.8, "t4": 0.4}, "rtx 4090", card) == 0.8
-    assert compare._price({"RTX 4090": 0.9}, "rtx 4090", card) == 0.9
-    assert compare._price({"no such card": 1.0}, "rtx 4090", card) is None
+    card = comparison.named("rtx 4090").gpus[0].name
+    assert comparison._price({"4090": 0.8, "t4": 0.4}, "rtx 4090", card) == 0.8
+    assert comparison._price({"RTX 4090": 0.9}, "rtx 4090", card) == 0.9
+    assert comparison._price({"no such card": 1.0}, "rtx 4090", card) is None
 
 
 def test_the_words_for_a_sample_and_what_is_remarkable() -> None:

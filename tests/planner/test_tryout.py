@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hfopt.errors import VirtualGpuError
-from hfopt.planner import tryout
-from hfopt.planner.tryout import Tryout, where_to_try
+from hfopt.planner import trials
+from hfopt.planner.trials import Tryout, where_to_try
 from hfopt.schema import Candidate, DataSpec, Gpu, Hardware, Host, ModelSpec, TrainJob, Trial
 from hfopt.units import GIB
 
@@ -47,8 +47,8 @@ class FakePrepared:
 @pytest.fixture(autouse=True)
 def no_real_child(monkeypatch: pytest.MonkeyPatch) -> None:
     FakePrepared.started = []
-    monkeypatch.setattr(tryout, "Prepared", FakePrepared)
-    monkeypatch.setattr(tryout, "available", lambda: None)
+    monkeypatch.setattr(trials, "Prepared", FakePrepared)
+    monkeypatch.setattr(trials, "available", lambda: None)
 
 
 def test_where() -> None:
@@ -90,7 +90,7 @@ def test_a_virtual_gpu_that_cannot_be_built_is_no_failure(monkeypatch: pytest.Mo
     def fails(*_: Any, **__: Any) -> None:
         raise VirtualGpuError("gcc said no")
 
-    monkeypatch.setattr(tryout, "Prepared", fails)
+    monkeypatch.setattr(trials, "Prepared", fails)
     trying = Tryout(lambda text: None)
     trying.prepare(JOB, ELSEWHERE)
     assert trying(PLAIN) is None and trying.note == "not rehearsed: gcc said no"

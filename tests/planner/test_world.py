@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hfopt.hardware.detect import named
-from hfopt.planner.world import link_of
+from hfopt.planner.target import link_of
 from hfopt.schema import Hardware
 
 

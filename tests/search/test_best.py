@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.planner.best import best_first
-from hfopt.planner.rank import TIE
+from hfopt.planner.search import TIE, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
 

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.planner.feasible import budget_bytes, split
-from hfopt.planner.rank import TIE, rank
+from hfopt.planner.search import TIE, budget_bytes, rank, split
 from hfopt.planner.space import Space, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.planner.precision import NumericFacts, precisions
+from hfopt.planner.space import NumericFacts, precisions
 from hfopt.schema import Gpu, Precision
 
 BERT = NumericFacts(family="BertForSequenceClassification")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.planner.generation import Writing
+from hfopt.planner.grpo import Writing
 
 WRITE = """
 import warnings

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
-from hfopt.planner.best import Found
-from hfopt.planner.device import Device
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Subject, workload_of
+from hfopt.planner.search import Found
 from hfopt.planner.space import divisors
+from hfopt.planner.target import Device
 from hfopt.schema import Candidate, Checkpointing, Lora, MemoryPeak, Quantization, TrainJob
 from hfopt.units import format_bytes
 

@@ -1,4 +1,15 @@
-"""Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
+"""Which candidates fit, and which of them is fastest: best-first, so that only what could win is traced.
+
+The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
+
+Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps (and with them
+the batch is said), no checkpointing, the checkpointing and the precision the user has.
+
+Which candidates fit: each is held against the largest batch its memory curve allows, and a rejected one keeps its reason.
+
+The curve answers once per setting (precision, checkpointing, ...), not once per candidate, so a hundred times the candidates cost the same.
+
+Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
 
 A candidate waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back;
 at the front again it is held against its settings' largest batch. What surely does not fit is never priced. The first that fits is the
@@ -11,13 +22,93 @@ out and the search made again, with all prices at hand.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from hfopt.planner.feasible import bound_reason, hole_reason, split
-from hfopt.planner.rank import TIE, rank
-from hfopt.schema import Candidate, Rejection, StepTime
+from hfopt.schema import Candidate, Rejection, StepTime, TimeModel
+from hfopt.units import format_bytes
+
+TIE = 0.02  # ratios between settings are met to 3 % in the median (benchmarks/speed_accuracy.py): less than that decides nothing
+
+
+def rank(candidates: Iterable[Candidate], time: TimeModel, *, current: Candidate | None = None) -> tuple[tuple[Candidate, StepTime], ...]:
+    """Fastest first. All candidates share the effective batch, so the time of their optimizer step compares them."""
+    priced = sorted(
+        ((candidate, time(candidate)) for candidate in candidates), key=lambda pair: (pair[1].step_s, _preference(pair[0], current))
+    )
+    ordered: list[tuple[Candidate, StepTime]] = []
+    start = 0
+    while start < len(priced):
+        end = start
+        while end < len(priced) and priced[end][1].step_s <= priced[start][1].step_s * (1 + TIE):
+            end += 1
+        ordered.extend(sorted(priced[start:end], key=lambda pair: _preference(pair[0], current)))
+        start = end
+    return tuple(ordered)
+
+
+def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object, ...]:
+    extras: Sequence[bool] = (
+        candidate.torch_compile,
+        candidate.use_liger_kernel,
+        candidate.optim is not None,
+        candidate.attn_implementation is not None,
+    )
+    return (
+        sum(extras),
+        candidate.accumulation,
+        candidate.checkpointing.on,
+        current is not None and candidate.checkpointing != current.checkpointing,
+        current is not None and candidate.precision != current.precision,
+        candidate.checkpointing.every_n_layers,
+        candidate.precision,
+    )
+
+
+LargestBatch = Callable[[Candidate], int | None]
+"""The largest per-device batch that fits with this candidate's other settings; None when not even one sample does."""
+
+
+def split(
+    candidates: Iterable[Candidate], largest_batch: LargestBatch, budget_bytes: int
+) -> tuple[tuple[Candidate, ...], tuple[Rejection, ...]]:
+    """The candidates that fit, and the others with the reason. Order is kept."""
+    fitting: list[Candidate] = []
+    rejected: list[Rejection] = []
+    for candidate in candidates:
+        limit = largest_batch(candidate)
+        if limit is not None and candidate.per_device_batch <= limit:
+            fitting.append(candidate)
+        else:
+            rejected.append(Rejection(candidate=candidate, reason=_reason(candidate, limit, budget_bytes)))
+    return tuple(fitting), tuple(rejected)
+
+
+def _reason(candidate: Candidate, limit: int | None, budget_bytes: int) -> str:
+    budget = format_bytes(budget_bytes)
+    if limit is None:
+        return f"not even one sample fits into {budget}"
+    return f"batch {candidate.per_device_batch} does not fit into {budget}: at most {limit} with these settings"
+
+
+def bound_reason(candidate: Candidate, at_most: int, budget_bytes: int) -> str:
+    """For one that was not traced, above a bound that no batch passes: less may be too much as well."""
+    if not at_most:
+        return _reason(candidate, None, budget_bytes)
+    return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at most {at_most}, perhaps fewer"
+
+
+def hole_reason(candidate: Candidate, budget_bytes: int) -> str:
+    """For one that its settings' largest batch would let in."""
+    return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at this batch more is kept in the cache"
+
+
+def budget_bytes(free_bytes: int, headroom: float) -> int:
+    """What may be planned with: the free memory less a share kept for what no estimate sees (longer samples, other processes)."""
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom is a share between 0 and 1, not {headroom}")
+    return int(free_bytes * (1 - headroom))
 
 
 class Models(Protocol):

@@ -1,0 +1,201 @@
+"""The device that is planned for, and what the other devices of its world mean for it.
+
+What the other devices mean for one of them: the engine that shares the model, the bytes it sends, the link they go over.
+
+Volumes per device, for P parameters and G trained ones in the dtype they are sent in, over N ranks (a ring sends (N-1)/N of each):
+DDP 2·G per step (all-reduce). FSDP2 and ZeRO-3 gather P in forward and again in backward and scatter G, in every micro-batch; without
+resharding after the forward, P once. ZeRO-2 scatters G in every micro-batch and gathers G's weights once per step.
+Several nodes form one ring: its slowest link is the network of a node, which all its cards share in turn.
+
+The device that is planned for: its speed, what may be used of its memory, and what can be tried on it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from hfopt.config.settings import precision_of, sharding_of, step_settings
+from hfopt.hardware import catalog
+from hfopt.memory.step_memory import estimate
+from hfopt.planner.pricing import Pricing
+from hfopt.planner.request import Progress, Request, Subject, workload_of
+from hfopt.planner.search import budget_bytes
+from hfopt.planner.trace_ahead import Estimator
+from hfopt.schema import Gpu, Hardware, Sharding, StepSettings, Workload
+from hfopt.speed.device_speed import Speed, speed_of
+from hfopt.speed.step_time import Ranks
+
+NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
+HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
+UPDATE_BYTES = 28  # Adam on the host reads weight, gradient and two states and writes three of them, in float32
+HOST_PASSES = 3  # torch's Adam on the CPU goes over the states several times; DeepSpeed's goes once
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    sharding: Sharding | None
+    ranks: Ranks
+
+
+def world_of(subject: Subject) -> World:
+    job = subject.job
+    sharding = sharding_of(job.args, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
+    if sharding is None:
+        return World(sharding=None, ranks=Ranks(world_size=job.world_size))
+    return World(sharding=sharding, ranks=_ranks(subject, sharding))
+
+
+def hidden_size(subject: Subject) -> int | None:
+    config = getattr(subject.workload.build_model, "config", None)
+    text = getattr(config, "text_config", None) or config
+    size = getattr(text, "hidden_size", None) or max(getattr(text, "hidden_sizes", None) or [0])
+    return int(size) or None
+
+
+def weight_bytes(subject: Subject) -> int:
+    """Of one weight as it is stored while training."""
+    from hfopt.model.builder import stored_in
+
+    return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
+
+
+def _ranks(subject: Subject, sharding: Sharding) -> Ranks:
+    workload, world = subject.workload, sharding.world_size
+    stored = weight_bytes(subject)
+    mixed = precision_of(subject.job.args) in ("bf16", "fp16")
+    sent = 2 if mixed and sharding.engine != "ddp" else stored
+    share = (world - 1) / world
+    weights, gradients = sent * workload.parameters * share, sent * workload.trainable_parameters * share
+    if sharding.engine == "ddp":
+        return Ranks(world_size=world, step_bytes=2 * gradients)
+    if sharding.engine == "zero2":
+        return Ranks(world_size=world, micro_batch_bytes=gradients, step_bytes=gradients, host_s=_host_s(subject, sharding, passes=1))
+    gathers = 2 if sharding.reshard_after_forward else 1
+    passes = HOST_PASSES if sharding.engine == "fsdp2" else 1
+    return Ranks(world_size=world, micro_batch_bytes=gathers * weights + gradients, host_s=_host_s(subject, sharding, passes=passes))
+
+
+def _host_s(subject: Subject, sharding: Sharding, *, passes: int) -> float:
+    """The update on the host and the copies there and back; all ranks of a node share its memory."""
+    if not (sharding.offload_parameters or sharding.offload_optimizer):
+        return 0.0
+    gpu = subject.hardware.smallest
+    per_node = max(1, len(subject.hardware.gpus))
+    updated = subject.workload.trainable_parameters / sharding.world_size
+    copied = 2 * 4 * updated + (2 * 2 * subject.workload.parameters / sharding.world_size if sharding.offload_parameters else 0)
+    pcie = (gpu.pcie_bytes_per_s if gpu is not None else None) or HOST_BYTES_PER_S
+    return passes * UPDATE_BYTES * updated * per_node / HOST_BYTES_PER_S + copied / pcie
+
+
+def link_of(hardware: Hardware, *, asked: tuple[str, float | None] | None, nodes: int) -> tuple[float | None, str]:
+    """The slowest link of the ring in bytes/s, and the words for it. `asked` is the kind given with --link and its rate, if told."""
+    gpu = hardware.smallest
+    if gpu is None:
+        return None, "memory of this machine"
+    bridged = not gpu.nvlink_by_bridge or (len(hardware.gpus) == 2 and not hardware.hypothetical)
+    inside, words = (gpu.nvlink_bytes_per_s, "NVLink") if gpu.nvlink_bytes_per_s and bridged else (gpu.pcie_bytes_per_s, "PCIe")
+    kind, rate = asked or (None, None)
+    if kind == "nvlink":
+        inside, words = rate or gpu.nvlink_bytes_per_s, "NVLink"
+    elif kind == "pcie":
+        inside, words = rate or gpu.pcie_bytes_per_s, "PCIe"
+    if nodes > 1 or kind == "network":
+        network = rate if kind == "network" and rate else NETWORK_BYTES_PER_S
+        if inside is None or network < inside or kind == "network":
+            assumed = "" if kind == "network" and rate else ", assumed"
+            return network, f"network of {network * 8 / 1e9:.0f} Gbit/s{assumed}"
+    return inside, words if inside is None else f"{words} with {inside / 1e9:.0f} GB/s"
+
+
+CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace: flash attention, as on the CPU
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    gpu: Gpu | None  # None: the CPU
+    name: str
+    speed: Speed
+    budget_bytes: int
+    base: StepSettings
+    ranks: Ranks
+    offset_bytes: int
+    notes: tuple[str, ...]
+
+    def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
+        job = subject.job
+        return Pricing(
+            workload=subject.workload,
+            base=self.base,
+            speed=self.speed,
+            budget_bytes=self.budget_bytes,
+            capacity_bytes=None if self.gpu is None else self.gpu.available_bytes,
+            ranks=self.ranks,
+            offset_bytes=self.offset_bytes,
+            estimator=estimator or estimate,
+            with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
+            progress=progress,
+        )
+
+    def stored_in(self, workload: Workload) -> str | None:
+        from hfopt.model.builder import stored_in
+
+        return stored_in(workload)
+
+    def trained_in(self, workload: Workload) -> str | None:
+        from hfopt.model.builder import DTYPE_OPTION
+
+        stated = getattr(getattr(workload.build_model, "config", None), DTYPE_OPTION, None)
+        return None if stated is None else str(stated).removeprefix("torch.")
+
+
+def allocator_conf() -> str | None:
+    """What PyTorch's allocator is told in this environment; the first name is that of torch 2.9 and later."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
+
+
+def device_of(subject: Subject, request: Request) -> Device:
+    hardware, args = subject.hardware, subject.job.args
+    gpu = hardware.smallest
+    notes = list(hardware.notes)
+    if gpu is None:
+        from hfopt.speed.device_speed import cpu_speed
+
+        speed, free = cpu_speed(), hardware.host.ram_free_bytes
+        notes.append("speeds are those of this CPU, measured now")
+    else:
+        known = speed_of(gpu)
+        speed, note = (known, None) if known is not None else _stand_in(gpu)
+        notes.extend([note] if note else [])
+        free = gpu.available_bytes
+    capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
+    base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
+    if gpu is not None and (conf := allocator_conf()):
+        base = replace(base, allocator=conf)
+        notes.append(f"the allocator as the environment sets it here: {conf}")
+    world = world_of(subject)
+    if world.ranks.world_size > 1:
+        link, words = link_of(hardware, asked=request.link_rate, nodes=request.nodes)
+        speed = replace(speed, link_bytes_per_s=link)
+        notes.append(f"{world.ranks.world_size} devices over {words}")
+    elif request.link is not None:
+        notes.append(f"--link {request.link} changes nothing: one device sends nothing to others")
+    return Device(
+        gpu=gpu,
+        name=gpu.name if gpu is not None else "the CPU",
+        speed=speed,
+        budget_bytes=budget_bytes(free, request.headroom),
+        base=replace(base, sharding=world.sharding),
+        ranks=world.ranks,
+        offset_bytes=0,
+        notes=tuple(notes),
+    )
+
+
+def _stand_in(gpu: Gpu) -> tuple[Speed, str]:
+    """A card of unknown speed is ordered by the nearest known one of its capability and memory: ratios hold better than rates."""
+    alike = [card for card in catalog.cards() if card.capability == (gpu.capability or (8, 6))] or list(catalog.cards())
+    nearest = min(alike, key=lambda card: (abs(card.memory_bytes - gpu.memory_bytes), card.name))
+    speed = speed_of(nearest)
+    assert speed is not None, "every card of the catalog has its peaks"
+    return replace(speed, name=gpu.name), f"the speed of {gpu.name} is not known: rates are those of {nearest.name}, for the order only"
