@@ -1,6 +1,6 @@
 """Dry runs on the virtual GPU without an import each: one process imports torch and transformers, and forks once per run.
 
-The child of each fork is the product's own worker (`hfopt.probe.worker`), given the card by its environment before it first asks for one.
+The child of each fork is the product's own worker (`hfopt.probe.dry_run_worker`), given the card by its environment before it first asks for one.
 `ForkedRuns` is the caller's side; `python forked_runs.py` is the process that forks, told one run per line on its standard input.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hfopt.probe.arguments import Extent
+from hfopt.probe.dry_run import Extent
 from hfopt.schema import Candidate, Gpu, TrainJob
 from hfopt.virtual.launch import environment
 
@@ -92,10 +92,10 @@ def _child(order: dict[str, Any]) -> None:
     tempfile.tempdir = None
     import torch
 
-    from hfopt.probe import worker
+    from hfopt.probe import dry_run_worker
 
     assert torch.cuda.get_device_name(0) == order["card"]["HFOPT_VIRTUAL_NAME"], "the card was asked for before the fork"
-    worker.main(folder)
+    dry_run_worker.main(folder)
 
 
 def _ended(order: dict[str, Any]) -> int:
@@ -125,9 +125,9 @@ def _wait(pid: int, timeout_s: float) -> dict[str, Any]:
 def _serve() -> None:
     import transformers
 
-    from hfopt.probe import steps, worker
+    from hfopt.probe import dry_run_worker, training_steps
 
-    assert steps and worker and transformers.Trainer and transformers.TrainingArguments, "imported once, for every fork"
+    assert training_steps and dry_run_worker and transformers.Trainer and transformers.TrainingArguments, "imported once, for every fork"
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hfopt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load", "marshal.loads"}
-UNPICKLES = {"probe/worker.py"}  # what dryrun.py wrote into a folder that only this user can enter
+UNPICKLES = {"probe/dry_run_worker.py"}  # what dryrun.py wrote into a folder that only this user can enter
 TOKEN = "hf_" + "Zq7" * 11
 
 
@@ -54,15 +54,15 @@ def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, ca
     from hfopt.cli.output import print_error
     from hfopt.errors import HfoptError
     from hfopt.monitor.harmless import Faults
-    from hfopt.probe import child, dryrun, rehearsal
+    from hfopt.probe import child_process, dry_run, rehearsal
 
     words = f"401 for {TOKEN}"
-    ended = child.Ended(returncode=1, reason="exit", wall_s=1.0)
+    ended = child_process.Ended(returncode=1, reason="exit", wall_s=1.0)
     verdicts = [rehearsal._unfinished(ended, [{"error": words}], 0, 3)["message"]]
     (tmp_path / "log").write_text(words)
-    verdicts.append(dryrun._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
+    verdicts.append(dry_run._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
     (tmp_path / "trial.json").write_text(f'{{"outcome": "error", "message": "{words}"}}')
-    verdicts.append(dryrun._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
+    verdicts.append(dry_run._facts(tmp_path, ended, tmp_path / "log", 9.0)["message"])
     Faults(verdicts.append).report("log file", OSError(words))
     print_error(HfoptError(words))
     verdicts.append(capsys.readouterr().err)

@@ -28,7 +28,7 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.planner.target import Device
-from hfopt.probe.arguments import evaluates
+from hfopt.probe.dry_run import evaluates
 from hfopt.schema import Candidate, Checkpointing, Gpu, TrainJob
 
 LIGER_TYPES = frozenset(

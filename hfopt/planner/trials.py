@@ -26,8 +26,7 @@ from hfopt.memory.step_memory import context_bytes
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress
 from hfopt.planner.search import Found
-from hfopt.probe.arguments import Extent
-from hfopt.probe.dryrun import Prepared
+from hfopt.probe.dry_run import Extent, Prepared
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, Gpu, Hardware, StepTime, TrainJob, Trial
 from hfopt.virtual.launch import available
 

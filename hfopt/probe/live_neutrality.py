@@ -20,7 +20,7 @@ from hfopt.errors import WorkloadError
 from hfopt.model.from_trainer import collator_of, copies_of
 from hfopt.model.losses import apart, loss_of
 from hfopt.model.samples import readable_samples, same_random_state
-from hfopt.probe.tiny import shrink
+from hfopt.probe.neutrality import shrink
 from hfopt.schema import Neutrality
 
 _FAILURES = (WorkloadError, AssertionError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)

@@ -1,4 +1,15 @@
-"""Does trading batch for accumulation leave the gradients alone, for this model class and this version of transformers?
+"""Does trading batch for accumulation leave the gradients alone? Real steps of a tiny model of the same class answer.
+
+A tiny configuration of the same architecture: what its class does stays, what it costs goes.
+
+Sizes shrink by the names configs use for them; dropout goes to zero, so that two runs can be compared. Sub-configs shrink likewise.
+
+The gradients of one optimizer step by the real Trainer, whole and in micro-batches, compared.
+
+The Trainer sets seeds, environment variables and accelerate's global state; all of it is put back, because the caller may be in the
+middle of a training script of their own.
+
+Does trading batch for accumulation leave the gradients alone, for this model class and this version of transformers?
 
 The real Trainer takes one step of n samples as n × 1 and as (n/k) × k on a tiny copy of the architecture; the gradients should be equal.
 For many heads they are k times as large: the Trainer leaves the division by k to a model whose forward takes **kwargs, and the head
@@ -11,14 +22,237 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+import os
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+import transformers
+
 from hfopt import files
 from hfopt.errors import WorkloadError
+from hfopt.model.batch import with_decoder_inputs
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
+
+_MOST: tuple[tuple[str, int], ...] = (
+    # the first pattern that matches the whole key decides
+    (r"vocab_size|.*_vocab_size(_per_layer_input)?", 128),
+    (r"num_hidden_groups|inner_group_num", 1),
+    (r"(num_)?(hidden_|encoder_|decoder_|n_)*layers?(_num)?|n_layer|num_(encoder|decoder)_blocks", 2),
+    (r"num_key_value_heads|num_kv_heads", 2),
+    (r"(num_|n_|encoder_|decoder_)*(attention_)?heads?|n_head|num_heads", 2),
+    (r"head_dim|d_kv|.*_head_dim", 16),
+    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|projection_dim|output_hidden_size", 32),
+    (r"conv_dim|hidden_sizes|classifier_proj_size|codevector_dim|proj_codevector_dim", 32),
+    (r"(moe_)?intermediate_size|ffn_dim|(encoder|decoder)_ffn_dim|d_ff|n_inner|hidden_dim|ffn_hidden_size", 64),
+    (r"num_(local_|routed_)?experts|n_routed_experts", 4),
+    (r"max_position_embeddings|n_positions|max_source_positions|max_target_positions|max_sequence_length", 128),
+    (r"num_labels", 3),
+)
+_RULES = tuple((re.compile(pattern), most) for pattern, most in _MOST)
+SMALL_IMAGE = 64  # pixels a side, rounded up to whole patches
+_DROPOUT = re.compile(r".*(drop|dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_path_rate|_dropout_p)$|mask_(time|feature)_prob")
+_DEPENDENT = frozenset(
+    {
+        "layer_types",
+        "mlp_layer_types",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+        "out_features",
+        "out_indices",
+        "stage_names",
+    }
+)
+"""Lists and tables that follow from the sizes: None makes the class fill them in again."""
+_WIDTHS = frozenset({"embed_dim", "hidden_size", "hidden_sizes"})
+
+
+def shrink(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json, tiny."""
+    staged = any(isinstance(fields.get(key), (list, tuple)) for key in ("num_heads", "num_attention_heads"))  # widths follow the heads
+    small = {key: value if staged and key in _WIDTHS else _small(key, value) for key, value in fields.items()}
+    if isinstance(small.get("image_size"), int) and not staged:
+        patch = small["patch_size"] if isinstance(small.get("patch_size"), int) else 1
+        small["image_size"] = -(-SMALL_IMAGE // patch) * patch
+    vocabulary = small.get("vocab_size")
+    if isinstance(vocabulary, int):
+        for key, value in small.items():
+            if key.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
+                small[key] = 1
+            elif key.endswith("_token_id") and isinstance(value, list):
+                small[key] = [min(item, 1) for item in value]
+    return small
+
+
+def _small(key: str, value: Any) -> Any:
+    if key in _DEPENDENT:
+        return None
+    if isinstance(value, Mapping) and (key.endswith("_config") or key == "config"):
+        return shrink(value)
+    if _DROPOUT.match(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return 0.0
+    if key == "depths" and isinstance(value, list):
+        return [1] * len(value)
+    most = next((most for pattern, most in _RULES if pattern.fullmatch(key)), None)
+    if most is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return min(value, most)
+    if isinstance(value, (list, tuple)) and key in ("conv_dim", "hidden_sizes"):
+        return [min(item, most) for item in value]
+    return value
+
+
+def has_image_size(fields: Mapping[str, Any]) -> bool:
+    """Whether the configuration fixes the size of images, itself or in a part."""
+    return "image_size" in fields or any(has_image_size(part) for part in fields.values() if isinstance(part, Mapping))
+
+
+_SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientRatio:
+    norm_ratio: float  # in micro-batches over whole
+    difference: float  # norm of the difference over the norm of the whole
+
+
+def gradient_ratio(
+    workload: Workload, *, samples: int, split: int, arguments: Mapping[str, Any], divide: bool = False
+) -> GradientRatio | None:
+    """`samples` × 1 against (samples / split) × split. divide: with model_accepts_loss_kwargs = False. None: no gradient to compare."""
+    with undisturbed():
+        torch.manual_seed(_SEED)
+        model = workload.build_model()
+        batch = {name: _varied(name, tensor, getattr(model, "config", None)) for name, tensor in workload.make_batch(samples).items()}
+        if arguments.get("label_smoothing_factor"):
+            batch = with_decoder_inputs(batch, model)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        found = []
+        for accumulation in (1, split):
+            model.load_state_dict(weights)
+            found.append(_gradient(workload, model, batch, samples // accumulation, accumulation, arguments, divide))
+    whole, pieces = found
+    norm = whole.norm().item()
+    if not norm or not numpy.isfinite(norm):
+        return None
+    return GradientRatio(norm_ratio=pieces.norm().item() / norm, difference=(pieces - whole).norm().item() / norm)
+
+
+def _gradient(
+    workload: Workload,
+    model: Any,
+    batch: Mapping[str, torch.Tensor],
+    micro: int,
+    accumulation: int,
+    arguments: Mapping[str, Any],
+    divide: bool,
+) -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+
+    class Keep(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            kept.extend(parameter.grad.flatten().clone() for parameter in model.parameters() if parameter.grad is not None)
+
+    with tempfile.TemporaryDirectory(prefix="hfopt-") as folder:
+        args = transformers.TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=accumulation,
+            max_steps=1,
+            optim="sgd",
+            max_grad_norm=0,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_strategy="no",
+            remove_unused_columns=False,
+            **arguments,
+        )
+        rows = [{name: _row(value, index) for name, value in batch.items()} for index in range(micro * accumulation)]
+        trainer = _trainer_class(workload)(model=model, args=args, train_dataset=rows, data_collator=_stacked, callbacks=[Keep()])
+        trainer.remove_callback(transformers.PrinterCallback)
+        if divide:
+            trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+    return torch.cat(kept) if kept else torch.zeros(1)
+
+
+def _trainer_class(workload: Workload) -> Any:
+    own_loss = workload.compute_loss
+    if own_loss is None:
+        return transformers.Trainer
+
+    class OwnLoss(transformers.Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            assert own_loss is not None
+            loss = own_loss(model, inputs)
+            return (loss, {"loss": loss}) if return_outputs else loss
+
+    return OwnLoss
+
+
+def _row(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, torch.Tensor) else value
+
+
+def _stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    first = rows[0]
+    return {name: torch.stack([row[name] for row in rows]) if isinstance(first[name], torch.Tensor) else first[name] for name in first}
+
+
+def _varied(name: str, tensor: Any, config: Any) -> Any:
+    """Samples that differ from each other and are equally long."""
+    if not isinstance(tensor, torch.Tensor):  # a flag such as return_loss
+        return tensor
+    if "mask" in name:
+        return torch.ones_like(tensor)
+    if tensor.is_floating_point():
+        return torch.rand_like(tensor) if "labels" in name else torch.randn_like(tensor)
+    if "positions" in name or "token_type_ids" in name:
+        return tensor
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    classes = int(getattr(config, "num_labels", 2))
+    vocabulary = int(getattr(text, "vocab_size", None) or 16)
+    is_classes = name == "labels" and not tensor.gt(0).any()
+    return torch.randint(0, classes, tensor.shape) if is_classes else torch.randint(2, max(3, vocabulary), tensor.shape)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Puts back random states, environment, verbosity and accelerate's shared state."""
+    from accelerate import state
+
+    shared = [cls._shared_state for cls in (state.PartialState, state.AcceleratorState, state.GradientState)]
+    before = [dict(kept) for kept in shared]
+    environment = dict(os.environ)
+    seeds = random.getstate(), numpy.random.get_state()
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        random.setstate(seeds[0])
+        numpy.random.set_state(seeds[1])
+        os.environ.clear()
+        os.environ.update(environment)
+        for kept, old in zip(shared, before, strict=True):
+            kept.clear()
+            kept.update(old)
+
 
 _SAMPLES, _SPLIT = 8, 4
 _TOLERANCE = 0.01
@@ -61,7 +295,6 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
 
     from hfopt.model.from_config import from_spec
     from hfopt.model.sources import find_config
-    from hfopt.probe.tiny import SMALL_IMAGE, has_image_size, shrink
 
     if workload.task == "custom":
         return workload if workload.parameters <= _MOST_CUSTOM_PARAMETERS else None
@@ -86,7 +319,6 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
 
 
 def _answer(small: Workload, workload: Workload, job: TrainJob, version: str) -> Neutrality | None:
-    from hfopt.probe.gradients import gradient_ratio
 
     settings = {key: job.args[key] for key in ("label_smoothing_factor",) if key in job.args}
     measured = gradient_ratio(small, samples=_SAMPLES, split=_SPLIT, arguments=settings)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import VirtualGpuError
-from hfopt.probe import child
+from hfopt.probe import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
@@ -38,10 +38,10 @@ def rehearse(
 ) -> Rehearsal:
     """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards."""
     words = normal_command(command)
-    with child.scratch_folder() as folder:
+    with child_process.scratch_folder() as folder:
         env = environment(gpu, count=count, context_bytes=context_bytes, state=folder / "board", python=_interpreter(words))
         env |= _QUIET | {"HFOPT_REHEARSAL": str(folder), "HFOPT_REHEARSAL_STEPS": str(steps), "HFOPT_VIRTUAL_STRICT": "1"}
-        ended = child.run(words, folder=folder, timeout_s=timeout_s, env=env)
+        ended = child_process.run(words, folder=folder, timeout_s=timeout_s, env=env)
         reports = _read_reports(folder)
     return _judge(ended, reports, Rehearsal(**_frame(gpu, count, context_bytes, reports), wall_s=ended.wall_s), steps, timeout_s)
 
@@ -130,7 +130,7 @@ def _findings(gpu: Gpu, reports: Sequence[Mapping[str, Any]]) -> tuple[str, ...]
     return tuple(found)
 
 
-def _judge(ended: child.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehearsal, steps: int, timeout_s: float) -> Rehearsal:
+def _judge(ended: child_process.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehearsal, steps: int, timeout_s: float) -> Rehearsal:
     done = bool(reports) and any(report["done"] for report in reports)
     oom = next((report["oom"] for report in reports if report["oom"]), None)
     code = None if done and ended.returncode == 0 else ended.returncode
@@ -158,7 +158,7 @@ def _judge(ended: child.Ended, reports: Sequence[Mapping[str, Any]], frame: Rehe
     return replace(frame, outcome="fits", message=f"fits: {frame.steps_done} steps rehearsed")
 
 
-def _unfinished(ended: child.Ended, reports: Sequence[Mapping[str, Any]], steps_done: int, steps: int) -> dict[str, Any]:
+def _unfinished(ended: child_process.Ended, reports: Sequence[Mapping[str, Any]], steps_done: int, steps: int) -> dict[str, Any]:
     error = next((report["error"] for report in reports if report["error"]), None)
     if ended.reason == "killed" or ended.returncode < 0:
         message = f"the script was ended by signal {-ended.returncode}, not by hfopt"

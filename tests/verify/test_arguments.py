@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hfopt.probe.arguments import Device, training_arguments
+from hfopt.probe.dry_run import Device, training_arguments
 from hfopt.schema import Candidate, Checkpointing, TrainJob
 
 CANDIDATE = Candidate(per_device_batch=8, accumulation=4, precision="bf16")

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child, guard
-from hfopt.probe.guard import marked_processes
+from hfopt.probe import child_guard, child_process
+from hfopt.probe.child_guard import marked_processes
 
 FORKS_AND_HANGS = """
 import os, subprocess, sys, time
@@ -59,18 +59,20 @@ def _gone(word: str, within_s: float = 60.0) -> bool:
 
 
 def test_exit_codes_and_signals_are_told() -> None:
-    with child.scratch_folder() as folder:
-        ended = child.run([sys.executable, "-S", "-c", "raise SystemExit(7)"], folder=folder, timeout_s=30, env=os.environ)
+    with child_process.scratch_folder() as folder:
+        ended = child_process.run([sys.executable, "-S", "-c", "raise SystemExit(7)"], folder=folder, timeout_s=30, env=os.environ)
         assert (ended.reason, ended.returncode) == ("exit", 7)
         kills_itself = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
-        ended = child.run([sys.executable, "-S", "-c", kills_itself], folder=folder, timeout_s=30, env=os.environ)
+        ended = child_process.run([sys.executable, "-S", "-c", kills_itself], folder=folder, timeout_s=30, env=os.environ)
         assert (ended.reason, ended.returncode) == ("exit", -signal.SIGTERM)
 
 
 def test_a_child_is_ended_while_a_fork_of_this_process_holds_its_pipe_too() -> None:
     """As the one that traces ahead does: then there is no end of file, and a plan that failed would wait for ever."""
-    with child.scratch_folder() as folder:
-        running = child.start([sys.executable, "-S", "-c", "import time; time.sleep(600)"], folder=folder, timeout_s=60, env=os.environ)
+    with child_process.scratch_folder() as folder:
+        running = child_process.start(
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], folder=folder, timeout_s=60, env=os.environ
+        )
         assert running._process.stdin is not None
         held = os.dup(running._process.stdin.fileno())
         began = time.monotonic()
@@ -83,8 +85,8 @@ def test_a_child_is_ended_while_a_fork_of_this_process_holds_its_pipe_too() -> N
 
 
 def test_a_command_that_does_not_exist_is_said() -> None:
-    with child.scratch_folder() as folder, pytest.raises(DryRunError, match="/nowhere/at/all"):
-        child.run(["/nowhere/at/all"], folder=folder, timeout_s=30, env=os.environ)
+    with child_process.scratch_folder() as folder, pytest.raises(DryRunError, match="/nowhere/at/all"):
+        child_process.run(["/nowhere/at/all"], folder=folder, timeout_s=30, env=os.environ)
 
 
 def test_a_hanging_child_and_all_it_started_are_ended_at_the_limit(tmp_path: Path) -> None:
@@ -92,9 +94,9 @@ def test_a_hanging_child_and_all_it_started_are_ended_at_the_limit(tmp_path: Pat
     up = tmp_path / word
     for limit_s in (1.5, 6.0, 24.0):  # a slow machine needs more to bring both up
         up.unlink(missing_ok=True)
-        with child.scratch_folder() as folder:
+        with child_process.scratch_folder() as folder:
             command = [sys.executable, "-S", "-c", FORKS_AND_HANGS, str(up)]
-            ended = child.run(command, folder=folder, timeout_s=limit_s, env=os.environ | {"WORD": word})
+            ended = child_process.run(command, folder=folder, timeout_s=limit_s, env=os.environ | {"WORD": word})
         assert ended.reason == "timeout"
         assert ended.wall_s >= limit_s
         assert _gone(word)
@@ -135,7 +137,7 @@ def test_killing_hfopt_at_any_moment_ends_the_child(number: signal.Signals, tmp_
         while list(own_tempdir.iterdir()) and time.monotonic() < end:
             time.sleep(0.02)
         if number == signal.SIGKILL:  # perhaps before its guard was up: then the next use sweeps
-            with child.scratch_folder():
+            with child_process.scratch_folder():
                 pass
         assert list(own_tempdir.iterdir()) == []
 
@@ -148,8 +150,8 @@ subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", "{
 os.kill(os.getppid(), 9)
 time.sleep(600)
 """
-    with child.scratch_folder() as folder:
-        ended = child.run([sys.executable, "-S", "-c", killer], folder=folder, timeout_s=30, env=os.environ | {"WORD": word})
+    with child_process.scratch_folder() as folder:
+        ended = child_process.run([sys.executable, "-S", "-c", killer], folder=folder, timeout_s=30, env=os.environ | {"WORD": word})
     assert ended.reason == "killed"
     assert _gone(word)
 
@@ -172,7 +174,7 @@ def test_a_folder_whose_owner_was_killed_is_swept(own_tempdir: Path) -> None:
     dead.wait()
     (own_tempdir / f"hfopt-{dead.pid}-left").mkdir()
     (own_tempdir / f"hfopt-{os.getppid()}-alive").mkdir()
-    with child.scratch_folder() as folder:
+    with child_process.scratch_folder() as folder:
         assert sorted(path.name for path in own_tempdir.iterdir()) == sorted([folder.name, f"hfopt-{os.getppid()}-alive"])
     (own_tempdir / f"hfopt-{os.getppid()}-alive").rmdir()
 
@@ -180,7 +182,7 @@ def test_a_folder_whose_owner_was_killed_is_swept(own_tempdir: Path) -> None:
 def _guarded(folder: Path, mark: str, *command: str, limit_s: float = 60.0) -> subprocess.Popen[bytes]:
     """The guard alone, as `child` starts it."""
     folder.mkdir()
-    return subprocess.Popen([sys.executable, guard.__file__, str(limit_s), str(folder), mark, *command], stdin=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, child_guard.__file__, str(limit_s), str(folder), mark, *command], stdin=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(

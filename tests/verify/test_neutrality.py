@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from hfopt.probe import gradients, neutrality
+from hfopt.probe import neutrality
 from hfopt.probe.neutrality import probe
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
@@ -83,7 +83,7 @@ def _grad_norm_ratio() -> float:
             def on_log(self, *_: Any, logs: Any = None, kept: list[dict[str, float]] = logs, **__: Any) -> None:
                 kept.append(dict(logs))
 
-        with gradients.undisturbed():
+        with neutrality.undisturbed():
             args = transformers.TrainingArguments(
                 output_dir="unused", per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, optim="sgd",
                 max_grad_norm=1e9, use_cpu=True, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
@@ -126,7 +126,7 @@ def test_no_answer_rather_than_a_wrong_one(job_of: Callable[..., TrainJob], monk
     def cannot(*_: Any, **__: Any) -> None:
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(gradients, "gradient_ratio", cannot)
+    monkeypatch.setattr(neutrality, "gradient_ratio", cannot)
     assert probe(job_of("gpt2")) is None
     assert not own_cache.exists()
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hfopt.errors import VirtualGpuError
-from hfopt.probe import child, rehearsal
+from hfopt.probe import child_process, rehearsal
 from hfopt.probe.rehearsal import normal_command, rehearse
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
@@ -191,7 +191,7 @@ def _report(**changes: Any) -> dict[str, Any]:
 
 
 def _judged(reports: list[dict[str, Any]], gpu: Gpu, reason: Any = "exit", returncode: int = 0) -> Any:
-    ended = child.Ended(reason=reason, returncode=returncode, wall_s=1.0)
+    ended = child_process.Ended(reason=reason, returncode=returncode, wall_s=1.0)
     return rehearsal._judge(ended, reports, rehearsal.Rehearsal(**rehearsal._frame(gpu, 1, 0, reports)), 3, 10.0)
 
 

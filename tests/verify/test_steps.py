@@ -13,10 +13,9 @@ import torch
 import transformers
 
 from hfopt.errors import DryRunError
-from hfopt.probe import meters, steps
-from hfopt.probe.arguments import Extent
-from hfopt.probe.meters import CpuMeter
-from hfopt.probe.steps import Order, measure
+from hfopt.probe import training_steps
+from hfopt.probe.dry_run import Extent
+from hfopt.probe.training_steps import CpuMeter, Order, measure
 from hfopt.schema import Candidate, ModelSpec, TrainJob
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
@@ -60,9 +59,9 @@ def run(tiny_job: TrainJob, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 def test_a_candidate_with_another_attention_is_built_anew(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str | None] = []
-    known = steps.from_spec
+    known = training_steps.from_spec
     monkeypatch.setattr(
-        steps, "from_spec", lambda spec, *rest, **more: built.append(spec.attn_implementation) or known(spec, *rest, **more)
+        training_steps, "from_spec", lambda spec, *rest, **more: built.append(spec.attn_implementation) or known(spec, *rest, **more)
     )
     facts = run((replace(CANDIDATE, attn_implementation="eager"), None))
     assert facts["outcome"] == "ok" and facts["step_s"] > 0 and facts["cpu_s"] > 0
@@ -79,13 +78,13 @@ def test_a_loss_of_the_users_own_trains_and_evaluates(run: Any, tiny_job: TrainJ
 
 def test_enough_is_enough_after_a_few_steps(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    known = meters.StepClock.on_step_end
+    known = training_steps.StepClock.on_step_end
 
     def count(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         known(self, args, state, control, **more)
         ended.append(state.global_step)
 
-    monkeypatch.setattr(meters.StepClock, "on_step_end", count)
+    monkeypatch.setattr(training_steps.StepClock, "on_step_end", count)
     assert run(steps=50, enough_s=0.0)["outcome"] == "ok"
     assert ended == [1, 2, 3, 4]
 
@@ -99,7 +98,7 @@ def test_running_out_of_memory_is_an_outcome(run: Any, error: Exception) -> None
 
     facts = run(told)
     assert facts["outcome"] == "oom" and facts["peak_device_bytes"] > 0
-    assert facts["message"] == f"out of memory in loading the model, step 1: {steps.brief(error)}" and "\n" not in facts["message"]
+    assert facts["message"] == f"out of memory in loading the model, step 1: {training_steps.brief(error)}" and "\n" not in facts["message"]
 
 
 def test_any_other_error_is_an_error(run: Any) -> None:
@@ -118,6 +117,6 @@ def test_a_card_that_is_not_there_is_said(tiny_job: TrainJob, tmp_path: Path, mo
 
 def test_without_the_kernels_files_the_peak_is_that_of_the_whole_life(monkeypatch: pytest.MonkeyPatch) -> None:
     known = CpuMeter._peak()
-    monkeypatch.setattr(meters, "Path", lambda place: Path("/nowhere") / place.lstrip("/"))
+    monkeypatch.setattr(training_steps, "Path", lambda place: Path("/nowhere") / place.lstrip("/"))
     peaks = CpuMeter().peaks()
     assert peaks["peak_device_bytes"] >= 0.99 * known and peaks["peak_allocated_bytes"] < 0.5 * known

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfopt.probe.tiny import has_image_size, shrink
+from hfopt.probe.neutrality import has_image_size, shrink
 
 
 def test_sizes_shrink_and_dropout_goes() -> None:

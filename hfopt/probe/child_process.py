@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from hfopt.errors import DryRunError
-from hfopt.probe import guard
+from hfopt.probe import child_guard
 
 _STDERR = 2
 
@@ -111,7 +111,7 @@ def start(
     """Starts the command; `output` takes its stdout and stderr (None: both go to this process's stderr)."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(timeout_s), str(folder), mark, *command],
+        [sys.executable, "-I", "-S", child_guard.__file__, str(timeout_s), str(folder), mark, *command],
         stdin=subprocess.PIPE,
         stdout=_STDERR if output is None else output,
         stderr=None if output is None else subprocess.STDOUT,
@@ -134,7 +134,7 @@ def _how_it_ended(folder: Path, mark: str, wall_s: float) -> Ended:
     try:
         told = json.loads((folder / "ended.json").read_text())
     except (OSError, ValueError):  # the guard itself was killed; its child died with it, but perhaps not the child's children
-        guard.kill_marked(mark)
+        child_guard.kill_marked(mark)
         return Ended(reason="killed", returncode=-9, wall_s=wall_s)
     if "error" in told:
         raise DryRunError(f"cannot start {told['error']}")

@@ -1,6 +1,6 @@
 """The child of a dry run: imports and builds what it can, waits for the candidate, and has it measured.
 
-Started by dryrun.py as `python -m hfopt.probe.worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe FOLDER/candidate, and
+Started by dryrun.py as `python -m hfopt.probe.dry_run_worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe FOLDER/candidate, and
 writes FOLDER/trial.json.
 """
 
@@ -30,15 +30,15 @@ def main(folder: Path) -> None:
     with lean_imports():
         spare_scipy()
         spare_datasets()
-        from hfopt.probe import steps
+        from hfopt.probe import training_steps
 
-    order = steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
+    order = training_steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
     try:
-        facts = steps.measure(order, lambda: _told(folder), folder / "output")
+        facts = training_steps.measure(order, lambda: _told(folder), folder / "output")
     except HfoptError as error:
         facts = {"outcome": "error", "message": str(error)}
     except Exception as error:  # the parent tells it in one sentence; the traceback stays in its log
-        facts = {"outcome": "error", "message": f"{type(error).__name__}: {steps.brief(error)}"}
+        facts = {"outcome": "error", "message": f"{type(error).__name__}: {training_steps.brief(error)}"}
         (folder / "trial.json").write_text(json.dumps(facts))
         raise
     (folder / "trial.json").write_text(json.dumps(facts))

@@ -1,4 +1,10 @@
-"""A few real optimizer steps of one candidate in a child process: the estimate is a promise, this keeps it.
+"""A few real optimizer steps of one candidate in a child process, with arguments that write nothing.
+
+The TrainingArguments of a dry run: what the job and the candidate say about a step, and nothing that writes, reports or lasts.
+
+Pure: takes the names of the installed TrainingArguments' fields, so that it fits every version of transformers.
+
+A few real optimizer steps of one candidate in a child process: the estimate is a promise, this keeps it.
 
 The device is the real card, the CPU, or the virtual GPU for a card that is not here. The child cannot hurt the caller: it has a time
 limit, its own memory, and a guard that ends it with everything it started.
@@ -11,18 +17,125 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child
-from hfopt.probe.arguments import Device, Extent
+from hfopt.probe import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
 from hfopt.virtual.launch import environment
+
+Device = Literal["cuda", "cpu", "virtual"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extent:
+    """How much of a run a dry run is."""
+
+    steps: int = 3  # the first has no optimizer state yet, the others have
+    micro_batches: int | None = None  # that are run of each step, with the inputs of all on the device; None: all
+    enough_s: float | None = None  # no further step is begun after so many seconds of a few; None: all steps
+
+
+_KEPT = frozenset(
+    {
+        "adafactor",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "average_tokens_across_devices",
+        "bf16_full_eval",
+        "dataloader_pin_memory",
+        "eval_accumulation_steps",
+        "fp16_full_eval",
+        "gradient_checkpointing_kwargs",
+        "label_smoothing_factor",
+        "learning_rate",
+        "liger_kernel_config",
+        "lr_scheduler_kwargs",
+        "lr_scheduler_type",
+        "max_grad_norm",
+        "neftune_noise_alpha",
+        "optim",
+        "optim_args",
+        "optim_target_modules",
+        "per_device_eval_batch_size",
+        "prediction_loss_only",
+        "seed",
+        "torch_empty_cache_steps",
+        "warmup_steps",
+        "weight_decay",
+    }
+)
+"""Keys of the config that change what a step allocates or computes."""
+
+_QUIET = {
+    "dataloader_num_workers": 0,
+    "disable_tqdm": True,
+    "eval_strategy": "no",
+    "logging_strategy": "no",
+    "push_to_hub": False,
+    "remove_unused_columns": False,
+    "report_to": [],
+    "save_strategy": "no",
+}
+
+
+def evaluates(args: Mapping[str, Any]) -> bool:
+    """Does a run with these arguments evaluate?"""
+    return args.get("eval_strategy", "no") not in ("no", None, False) or args.get("do_eval") is True
+
+
+def training_arguments(
+    job: TrainJob,
+    candidate: Candidate,
+    *,
+    device: Device,
+    steps: int,
+    output_dir: str,
+    fields: Collection[str],
+    eval_batch: int | None = None,
+) -> dict[str, Any]:
+    """Keyword arguments for TrainingArguments; keys this version does not have are left out. eval_batch: instead of the job's own."""
+    chosen = {key: value for key, value in job.args.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
+    chosen |= {
+        "output_dir": output_dir,
+        "max_steps": steps,
+        "per_device_train_batch_size": candidate.per_device_batch,
+        "gradient_accumulation_steps": candidate.accumulation,
+        "gradient_checkpointing": candidate.checkpointing.on,
+        "torch_compile": candidate.torch_compile,
+        "use_liger_kernel": candidate.use_liger_kernel,
+        "use_cpu": device == "cpu",
+    }
+    if eval_batch is not None:
+        chosen["per_device_eval_batch_size"] = eval_batch
+    if candidate.optim is not None:
+        chosen["optim"] = candidate.optim
+    if candidate.checkpointing.on:
+        chosen["gradient_checkpointing_kwargs"] = _checkpointing(job, candidate)
+    return {key: value for key, value in chosen.items() if key in fields}
+
+
+def _precision(candidate: Candidate, device: Device) -> dict[str, Any]:
+    tf32: bool | None = candidate.precision == "tf32"
+    if device == "cpu":
+        tf32 = None  # TrainingArguments refuses to hear of it without a card
+    return {"bf16": candidate.precision == "bf16", "fp16": candidate.precision == "fp16", "tf32": tf32 or None}
+
+
+def _checkpointing(job: TrainJob, candidate: Candidate) -> dict[str, Any]:
+    options = dict(job.args.get("gradient_checkpointing_kwargs") or {})
+    options.pop("every_n_layers", None)
+    options["use_reentrant"] = candidate.checkpointing.use_reentrant
+    if candidate.checkpointing.every_n_layers > 1:
+        options["every_n_layers"] = candidate.checkpointing.every_n_layers
+    return options
+
 
 _LONGEST_S = 3600.0  # a child nobody tells anything ends by itself
 _PACKAGE_PARENT = Path(__file__).parents[2]
@@ -46,13 +159,13 @@ class Prepared:
         """gpu: the card to stand in for, with device 'virtual'. context_bytes: what the CUDA context takes there."""
         self._device: Device = device
         with contextlib.ExitStack() as stack:
-            self._folder = stack.enter_context(child.scratch_folder())
+            self._folder = stack.enter_context(child_process.scratch_folder())
             env = _environment(device, gpu, context_bytes, self._folder)
             self._order = stack.enter_context(_order(job, device, extent or Extent(), self._folder))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
-                command = [sys.executable, "-m", "hfopt.probe.worker", str(self._folder)]
-                self._running = child.start(command, folder=self._folder, timeout_s=_LONGEST_S, env=env, output=output)
+                command = [sys.executable, "-m", "hfopt.probe.dry_run_worker", str(self._folder)]
+                self._running = child_process.start(command, folder=self._folder, timeout_s=_LONGEST_S, env=env, output=output)
             stack.callback(self._running.end)
             self._stack = stack.pop_all()
 
@@ -115,7 +228,7 @@ def _order(job: TrainJob, device: Device, extent: Extent, folder: Path) -> IO[by
     return os.fdopen(os.open(pipe, os.O_RDWR), "wb", buffering=0)
 
 
-def _facts(folder: Path, ended: child.Ended, log: Path, timeout_s: float) -> Mapping[str, Any]:
+def _facts(folder: Path, ended: child_process.Ended, log: Path, timeout_s: float) -> Mapping[str, Any]:
     if ended.reason == "timeout":
         return {"outcome": "timeout", "message": f"the dry run was ended at its limit of {format_seconds(timeout_s)}"}
     try:
@@ -126,7 +239,7 @@ def _facts(folder: Path, ended: child.Ended, log: Path, timeout_s: float) -> Map
     return {**facts, "message": said(message)} if message else facts
 
 
-def _how_it_died(ended: child.Ended, log: Path) -> str:
+def _how_it_died(ended: child_process.Ended, log: Path) -> str:
     if ended.returncode == -9:
         return "the dry run was killed (signal 9); if nobody did that, the kernel did, because the machine ran out of memory"
     if ended.returncode < 0:
