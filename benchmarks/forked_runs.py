@@ -23,7 +23,7 @@ from typing import Any
 
 from hfopt.probe.dry_run import Extent
 from hfopt.schema import Candidate, Gpu, TrainJob
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 EXTENT = Extent(steps=2)
 _POLL_S = 0.05

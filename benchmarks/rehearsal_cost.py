@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from hfopt.hardware.catalog import find
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 TRAIN = """
 import torch

@@ -29,7 +29,7 @@ from hfopt.model.from_config import from_spec
 from hfopt.planner.engines import BOTH_BACKENDS, deepspeed_config, named_engine
 from hfopt.schema import Checkpointing, DataSpec, Lora, MemoryPeak, ModelSpec, Sharding, StepSettings
 from hfopt.units import GIB, MIB
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 WORKER = Path(__file__).parent / "sharded_worker.py"
 TORCHTITAN_GIB = {8: 82.4, 128: 67.0}  # ranks: GiB; torchtitan benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, without compile

@@ -26,7 +26,7 @@ from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 HERE = Path(__file__).parent
 CARD = Gpu(name="Virtual card", memory_bytes=200 * GIB, capability=(8, 6), sms=28)

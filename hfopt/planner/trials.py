@@ -28,7 +28,7 @@ from hfopt.planner.request import Progress
 from hfopt.planner.search import Found
 from hfopt.probe.dry_run import Extent, Prepared
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, Gpu, Hardware, StepTime, TrainJob, Trial
-from hfopt.virtual.launch import available
+from hfopt.virtual.environment import available
 
 MOST_FAILURES = 4
 MOST_TIMINGS = 7

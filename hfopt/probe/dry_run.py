@@ -27,7 +27,7 @@ from hfopt.probe import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 Device = Literal["cuda", "cpu", "virtual"]
 

@@ -18,7 +18,7 @@ from hfopt.probe import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 _ORDER = (
     "model load",

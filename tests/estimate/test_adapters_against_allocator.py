@@ -45,7 +45,7 @@ print("PEAK", json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memo
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize("kind", ADAPTED)
 def test_an_adapter_trained_in_bf16(kind: str, tmp_path: Path) -> None:
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     LlamaConfig(architectures=["LlamaForCausalLM"], **SHAPE).save_pretrained(tmp_path)
     env = environment(Gpu(name="Virtual", memory_bytes=16 * GIB, capability=(8, 6), sms=28))

@@ -43,7 +43,7 @@ print("PEAK", json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memo
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize("lengths", [SAME, MIXED], ids=["one length", "lengths that vary"])
 def test_a_trainer_run_in_bf16(tiny_gpt2: Callable[..., Workload], lengths: list[int]) -> None:
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     env = environment(Gpu(name="Virtual", memory_bytes=16 * GIB, capability=(8, 6), sms=28))
     command = [sys.executable, "-c", RUN, json.dumps([BATCH, lengths])]

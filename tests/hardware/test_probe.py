@@ -94,7 +94,7 @@ def test_no_python_is_an_answer(tmp_path: Path) -> None:
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize(("card", "codes"), [("a100 sxm 40gb", set()), ("1080 ti", {"card_too_old"})])
 def test_doctor_asks_the_real_torch_on_a_virtual_card(card: str, codes: set[str]) -> None:
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     environment_there = {**os.environ, **environment(named(card).gpus[0])}
     command = [sys.executable, "-m", "hfopt", "doctor", "--probe", "--json"]

@@ -18,7 +18,7 @@ from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.planner import Plan, Request, plan
 from hfopt.schema import DataSpec, ModelSpec, StepSettings, Workload
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

@@ -63,7 +63,7 @@ trainer(out, HFGpuMonitor(), kind=Slow, ddp_backend="gloo", max_steps=16).train(
 @pytest.mark.virtual_gpu
 @pytest.mark.slow
 def test_on_the_virtual_gpu_its_card_and_torchs_memory_are_read(tmp_path: Path) -> None:
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     script = """
 run = trainer(out, HFGpuMonitor(interval=0.1), collator=SlowCollator(0.1), use_cpu=False, tf32=True, dataset=Sentences(length=8))
@@ -135,7 +135,7 @@ for name, how, options in [
 @pytest.mark.slow
 def test_faults_in_the_middle_of_a_run_on_the_virtual_gpu(tmp_path: Path, nvml_standin: NvmlStandin) -> None:
     """Training goes on to its last step, and each fault is told in one line that names what is off."""
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     gpu = find("RTX 3090")
     env = environment(gpu)
@@ -157,7 +157,7 @@ def test_faults_in_the_middle_of_a_run_on_the_virtual_gpu(tmp_path: Path, nvml_s
 @pytest.mark.slow
 def test_padding_on_a_card_is_counted_without_waiting_for_it(tmp_path: Path) -> None:
     """torch itself raises at anything that would wait for the card."""
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     script = """
 import torch

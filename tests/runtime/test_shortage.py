@@ -31,7 +31,7 @@ def run(device: str, folder: Path, env: dict[str, str]) -> dict[str, Any]:
 def test_on_a_card_that_is_too_small_no_step_is_lost_and_memory_is_freed(tmp_path: Path) -> None:
     from hfopt.hardware.detect import named
     from hfopt.units import MIB
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     card = named("RTX 3060", memory_bytes=400 * MIB).gpus[0]
     result = run("cuda", tmp_path, environment(card))

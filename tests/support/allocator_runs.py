@@ -85,7 +85,7 @@ def _size(kind: float, where: float) -> int:
 
 def held(runs: Sequence[Sequence[Event]], conf: str, capacity_mib: int | None) -> list[list[tuple[int, int]]]:
     """Bytes allocated and reserved after each event of each run; a run ends where memory does."""
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     card = Gpu(name="Virtual", memory_bytes=capacity_mib * MIB if capacity_mib else 64 * GIB, capability=(8, 6), sms=28)
     env = environment(card) | {"PYTORCH_CUDA_ALLOC_CONF": conf}

@@ -24,7 +24,7 @@ def card() -> Gpu:
 @pytest.fixture(scope="session")
 def on_virtual(card: Gpu) -> OnVirtual:
     """Runs code on the virtual card in a child and returns what it puts into `facts`."""
-    from hfopt.virtual.launch import environment
+    from hfopt.virtual.environment import environment
 
     def run(code: str, *, gpu: Gpu = card, count: int = 1, context_bytes: int = 300 * MIB, **variables: str) -> Any:
         program = f"import json, sys\nfacts = {{}}\n{code}\nsys.stdout.write('FACTS ' + json.dumps(facts))"

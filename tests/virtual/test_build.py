@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from hfopt.errors import VirtualGpuError
-from hfopt.virtual import build, launch, toolchain
+from hfopt.virtual import build, environment
 from hfopt.virtual.build import SOURCES, libraries
-from hfopt.virtual.launch import available
+from hfopt.virtual.environment import available
 
 
 @pytest.mark.virtual_gpu
 def test_builders_may_race_and_leave_nothing_else_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = toolchain.find_toolchain()
+    found = build.find_toolchain()
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: libraries(found), range(2))
     assert first == second
@@ -37,7 +37,7 @@ def test_builders_may_race_and_leave_nothing_else_behind(tmp_path: Path, monkeyp
 def test_a_cache_folder_that_ld_preload_cannot_name_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "with space"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert " " not in str(libraries(toolchain.find_toolchain()).cuda)
+    assert " " not in str(libraries(build.find_toolchain()).cuda)
 
 
 @pytest.mark.virtual_gpu
@@ -55,7 +55,7 @@ def test_what_the_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(VirtualGpuError, match="cc: broken today"):
-        libraries(toolchain.find_toolchain())
+        libraries(build.find_toolchain())
     assert list((tmp_path / "cache" / "hfopt" / "virtual").iterdir()) == []
 
 
@@ -63,24 +63,24 @@ def test_a_cpu_only_build_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     root = tmp_path / "torch"
     root.mkdir()
     (root / "version.py").write_text("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n")
-    monkeypatch.setattr(toolchain, "_torch_root", lambda _: root)
+    monkeypatch.setattr(build, "_torch_root", lambda _: root)
     reason = available()
     assert reason is not None and "2.13.0+cpu" in reason and "CPU-only" in reason
 
 
 def test_torch_is_found_for_another_interpreter_as_for_this_one() -> None:
-    assert toolchain._torch_root(None) == toolchain._torch_root(f"{Path(sys.executable).parent}/./python")
+    assert build._torch_root(None) == build._torch_root(f"{Path(sys.executable).parent}/./python")
 
 
 def test_an_interpreter_that_does_not_exist_is_said() -> None:
     with pytest.raises(VirtualGpuError, match="cannot ask /nowhere/python"):
-        toolchain._torch_root("/nowhere/python")
+        build._torch_root("/nowhere/python")
 
 
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize("source", sorted(SOURCES.glob("*.c")), ids=lambda path: path.name)
 def test_sources_compile_without_warnings(source: Path) -> None:
-    found = toolchain.find_toolchain()
+    found = build.find_toolchain()
     flags = ["-Wall", "-Wextra", "-std=gnu11", "-fsyntax-only", f"-I{SOURCES}", *(f"-isystem{path}" for path in found.includes)]
     done = subprocess.run([found.compiler, *flags, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
@@ -132,9 +132,9 @@ def test_an_interpreter_without_torch_and_a_torch_without_headers_are_said(tmp_p
     silent.write_text("#!/bin/sh\n")
     silent.chmod(0o755)
     with pytest.raises(VirtualGpuError, match="torch is not installed for"):
-        toolchain._torch_root(str(silent))
+        build._torch_root(str(silent))
     with pytest.raises(VirtualGpuError, match="needs the CUDA header"):
-        toolchain._find_includes(tmp_path)
+        build._find_includes(tmp_path)
 
 
 def test_what_a_killed_launcher_left_is_swept_a_day_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ def test_what_a_killed_launcher_left_is_swept_a_day_later(tmp_path: Path, monkey
     for name, age_s in (("board-old", 25 * 3600), ("board-new", 3600)):
         (folder / name).touch()
         os.utime(folder / name, (time.time() - age_s,) * 2)
-    state = launch._new_state()
+    state = environment._new_state()
     assert [path.name for path in folder.iterdir()] == ["board-new"] and state.parent == folder
     monkeypatch.setattr(os, "getuid", lambda: 4321)
     (tmp_path / "hfopt-4321").mkdir()
     with pytest.raises(VirtualGpuError, match="belongs to another user"):
-        launch._new_state()
+        environment._new_state()

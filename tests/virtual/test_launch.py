@@ -13,8 +13,8 @@ import pytest
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
-from hfopt.virtual import toolchain
-from hfopt.virtual.launch import available, environment
+from hfopt.virtual import build
+from hfopt.virtual.environment import available, environment
 
 SEEN_BY_TORCH_AND_NVML = """
 import os, time, warnings
@@ -137,7 +137,7 @@ def test_processes_share_the_card_and_a_killed_one_gives_its_memory_back(card: G
 @pytest.mark.virtual_gpu
 def test_the_users_own_sitecustomize_still_runs(on_virtual: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.users_own = __file__\n")
-    from hfopt.virtual.launch import FIRST, SITE
+    from hfopt.virtual.environment import FIRST, SITE
 
     code = (
         "import importlib.util\nimportlib.util.find_spec('torch')\n"  # as `import transformers` does before it imports torch
@@ -195,7 +195,7 @@ def test_only_nvidia_cards_and_a_sane_count() -> None:
 
 @pytest.mark.parametrize(("platform", "name"), [("darwin", "macOS"), ("win32", "Windows")])
 def test_other_systems_get_a_sentence(platform: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain.sys, "platform", platform)  # type: ignore[attr-defined]
+    monkeypatch.setattr(build.sys, "platform", platform)  # type: ignore[attr-defined]
     assert available() == f"the virtual GPU runs on Linux only; this is {name}"
 
 

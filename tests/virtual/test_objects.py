@@ -11,7 +11,7 @@ import pytest
 
 from hfopt.schema import Gpu
 from hfopt.units import MIB
-from hfopt.virtual.launch import environment
+from hfopt.virtual.environment import environment
 
 RANK = """
 import json, pathlib, sys

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.virtual.launch import SITE
+from hfopt.virtual.environment import SITE
 
 CODE = """
 import torch

@@ -1,4 +1,4 @@
-/* The card this process sees: read once from the environment that hfopt.virtual.launch writes. */
+/* The card this process sees: read once from the environment that hfopt.virtual.environment writes. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -17,8 +17,7 @@ from pathlib import Path
 from hfopt import files
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
-from hfopt.virtual.build import libraries
-from hfopt.virtual.toolchain import find_toolchain
+from hfopt.virtual.build import find_toolchain, libraries
 
 SITE = Path(__file__).parent / "site"
 """What the child imports by name; `FIRST` holds the sitecustomize that does so."""
