@@ -28,8 +28,8 @@ import transformers
 from diagnosis_traces import TRACES
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.monitor.diagnose import diagnose
-from hfopt.monitor.monitor import HFGpuMonitor
 
 GOOD = "compute_bound"
 HEALTHY = "healthy"

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hfopt.monitor.plausible import flagged
-from hfopt.monitor.windows import gpu_windows
+from hfopt.monitor.sampler import flagged
+from hfopt.monitor.window import gpu_windows
 from hfopt.schema import GpuReading, Phases, RankLag, RunFacts, Sample, Spread, Window
 from hfopt.units import GIB
 

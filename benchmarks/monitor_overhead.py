@@ -38,14 +38,14 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfopt.monitor import session
-from hfopt.monitor.harmless import Faults
-from hfopt.monitor.host import HostReading
+from hfopt.monitor.callback import HFGpuMonitor
+from hfopt.monitor.fault_guard import Faults
+from hfopt.monitor.findings import Judge
+from hfopt.monitor.host_usage import HostReading
 from hfopt.monitor.journal import Journal
-from hfopt.monitor.judge import Judge
-from hfopt.monitor.monitor import HFGpuMonitor
-from hfopt.monitor.reporters import find_callers
+from hfopt.monitor.metrics import find_callers
 from hfopt.monitor.sampler import RING, Sampler
-from hfopt.monitor.windows import gpu_windows, merge
+from hfopt.monitor.window import gpu_windows, merge
 from hfopt.schema import GpuReading, Phases, RunFacts, Window
 
 TARGET_STEP_S = 0.020

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that an editor knows what the names are
-    from hfopt.monitor.monitor import HFGpuMonitor as HFGpuMonitor
+    from hfopt.monitor.callback import HFGpuMonitor as HFGpuMonitor
     from hfopt.oom.fallback import protect as protect
     from hfopt.planner import Plan as Plan
     from hfopt.planner import Request as Request
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # so that an editor knows what the names are
 __version__ = "0.1.0"
 
 _PUBLIC: dict[str, str] = {
-    "HFGpuMonitor": "hfopt.monitor.monitor",
+    "HFGpuMonitor": "hfopt.monitor.callback",
     # name -> module that defines it
     "Plan": "hfopt.planner",
     "Request": "hfopt.planner",

@@ -53,7 +53,7 @@ def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, ca
     """In a rehearsal's verdict, a dry run's, the monitor's one line and our own errors."""
     from hfopt.cli.output import print_error
     from hfopt.errors import HfoptError
-    from hfopt.monitor.harmless import Faults
+    from hfopt.monitor.fault_guard import Faults
     from hfopt.probe import child_process, dry_run, rehearsal
 
     words = f"401 for {TOKEN}"

@@ -32,7 +32,7 @@ def report(
       hfopt report out --html run.html   the same with charts, for a browser
       hfopt report out --json | jq .metrics
     """
-    from hfopt.monitor import history, report_text
+    from hfopt.monitor import history, run_text
 
     first = history.load(run)
     second = history.load(after) if after is not None else None
@@ -43,17 +43,17 @@ def report(
     if as_json:
         facts = history.as_json(first)
         if second is not None:
-            facts = {"before": facts, "after": history.as_json(second), "change": report_text.changes(first, second)}
+            facts = {"before": facts, "after": history.as_json(second), "change": run_text.changes(first, second)}
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
     else:
-        sys.stdout.write(report_text.report(first) if second is None else report_text.compare(first, second))
+        sys.stdout.write(run_text.report(first) if second is None else run_text.compare(first, second))
 
 
 def _page(first: History, second: History | None) -> bytes:
-    from hfopt.monitor import course, report_text
+    from hfopt.monitor import run_series, run_text
     from hfopt.report import run_page
 
     if second is None:
-        return run_page.run_page(course.view(first))
-    figures, settings = report_text.differences(first, second), report_text.differing_settings(first, second)
-    return run_page.comparison_page(course.view(first), course.view(second), figures, settings)
+        return run_page.run_page(run_series.view(first))
+    figures, settings = run_text.differences(first, second), run_text.differing_settings(first, second)
+    return run_page.comparison_page(run_series.view(first), run_series.view(second), figures, settings)

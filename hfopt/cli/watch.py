@@ -26,10 +26,10 @@ def watch(
       hfopt watch --pid 12345    any process
       hfopt watch out --once     one look, for a script
     """
-    from hfopt.monitor import outside, screen
+    from hfopt.monitor import screen
 
     if pid is not None:
-        look: Callable[[], Mapping[str, Any]] = outside.Onlooker(pid, first_wait_s=min(interval, 0.5)).look
+        look: Callable[[], Mapping[str, Any]] = screen.Onlooker(pid, first_wait_s=min(interval, 0.5)).look
         title = f"process {pid}"
     else:
         path = screen.find_live(run)

@@ -157,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 def _watch(trainer: Any, plan: Plan | None) -> None:
-    from hfopt.monitor.monitor import HFGpuMonitor
+    from hfopt.monitor.callback import HFGpuMonitor
 
     if not any(isinstance(callback, HFGpuMonitor) for callback in trainer.callback_handler.callbacks):
         trainer.add_callback(HFGpuMonitor(plan=plan))

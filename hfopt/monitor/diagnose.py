@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hfopt.monitor import card_causes, remedies
+from hfopt.monitor import advice, evidence
 from hfopt.monitor.evidence import (
     DEFAULT,
     Thresholds,
@@ -25,7 +25,7 @@ from hfopt.monitor.evidence import (
     power_share,
     tells_enough,
 )
-from hfopt.monitor.windows import data_share
+from hfopt.monitor.window import data_share
 from hfopt.schema import Cause, Finding, RankLag, RunFacts, Window
 from hfopt.units import format_percent, format_seconds
 
@@ -43,7 +43,7 @@ def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tup
         slowed.add("launch_bound")
     if (
         "input_bound" not in causes
-        and (room := card_causes.memory_headroom(window, run, limits, launch_bound="launch_bound" in slowed)) is not None
+        and (room := evidence.memory_headroom(window, run, limits, launch_bound="launch_bound" in slowed)) is not None
     ):
         found.append(room)
     if not slowed and (good := _compute_bound(window, run, limits)) is not None:
@@ -57,7 +57,7 @@ def _input_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding |
     busy = gpu is not None and gpu.sm_util is not None and gpu.sm_util.mean >= limits.busy_sm
     if share < limits.data_wait or (busy and not window.synced):
         return None
-    remedy = remedies.more_loader(window, run)
+    remedy = advice.more_loader(window, run)
     evidence = {
         "data_wait_share": share,
         "data_wait_s_per_step": window.phases.data_wait_s / window.steps,
@@ -88,7 +88,7 @@ def _share_check(cause: Cause) -> Callable[[Window, RunFacts, Thresholds], Findi
             return None
         message = f"{what} takes {format_percent(share)} of the time ({times} times, {format_seconds(spent_s / times)} each)"
         evidence = {"share": share, "times": float(times), "seconds_each": spent_s / times}
-        return finding(cause, confidence(share, limit, 2 * limit), evidence, message, remedies.less_often(cause, share, run))
+        return finding(cause, confidence(share, limit, 2 * limit), evidence, message, advice.less_often(cause, share, run))
 
     return check
 
@@ -104,7 +104,7 @@ def _padding_waste(window: Window, run: RunFacts, limits: Thresholds) -> Finding
     share = window.padding_share
     if share is None or share < limits.padding:
         return None
-    remedy = remedies.less_padding(share, bool(window.fixed_length), run)
+    remedy = advice.less_padding(share, bool(window.fixed_length), run)
     evidence = {"padding_share": share, "fixed_length": float(window.fixed_length) if window.fixed_length is not None else None}
     message = f"{format_percent(share)} of the tokens are padding"
     return finding("padding_waste", confidence(share, limits.padding, 0.6), evidence, message, remedy)
@@ -118,7 +118,7 @@ def _slow_rank(window: Window, run: RunFacts, limits: Thresholds) -> Finding | N
     evidence = {"rank": float(worst.rank), "lag_s": worst.lag_s, "lag_share": share}
     message = f"rank {worst.rank} is {format_seconds(worst.lag_s)} late in every step ({worst.where}, {format_percent(share)} of it)"
     message += "; all others wait for it"
-    remedy = remedies.Remedy(predicted_gain=round(share / (1 - share), 2) if share < 0.95 else None)
+    remedy = advice.Remedy(predicted_gain=round(share / (1 - share), 2) if share < 0.95 else None)
     return finding("slow_rank", confidence(share, limits.rank_lag, 0.3), evidence, message, remedy)
 
 
@@ -149,7 +149,7 @@ def _launch_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding 
     message += f" ({format_percent(mfu)} of its peak FLOPs)" if mfu is not None else ""
     idle, limit = (mfu, limits.idle_mfu) if mfu is not None else (power or 0.0, limits.idle_power)
     sure = confidence(-idle, -limit, -0.02)
-    return finding("launch_bound", sure, evidence, message, remedies.larger_kernels(window, run))
+    return finding("launch_bound", sure, evidence, message, advice.larger_kernels(window, run))
 
 
 def _compute_bound(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
@@ -176,10 +176,10 @@ _CHECKS: tuple[Callable[[Window, RunFacts, Thresholds], Finding | None], ...] = 
     _share_check("logging_heavy"),
     _share_check("saving_heavy"),
     _padding_waste,
-    card_causes.throttled,
-    card_causes.shared_gpu,
-    card_causes.near_limit,
-    card_causes.fragmentation,
-    card_causes.pcie_bound,
+    evidence.throttled,
+    evidence.shared_gpu,
+    evidence.near_limit,
+    evidence.fragmentation,
+    evidence.pcie_bound,
     _slow_rank,
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 from hfopt.errors import LogError
 from hfopt.monitor.log import NAME, read
-from hfopt.monitor.reporters import metrics
-from hfopt.monitor.windows import merge
+from hfopt.monitor.metrics import metrics
+from hfopt.monitor.window import merge
 from hfopt.schema import GpuWindow, Phases, Spread, Window
 
 

@@ -1,21 +1,126 @@
 """A thread that reads the cards and the host every second into a bounded ring.
 
+A reading that cannot be (590 W on a 115 W board) is named, so that no average takes it in.
+
+The cards this process trains on, found by UUID: NVML counts all cards of the machine, CUDA_VISIBLE_DEVICES only some, in any order.
+
+A thread that reads the cards and the host every second into a bounded ring.
+
 It shares the interpreter with training, so a tick must stay well under a millisecond of Python; a tick that took long makes the next one
 wait longer, so that sampling never takes more than half a percent of the time. Energy is summed as it is read, because the ring forgets.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hfopt.monitor.harmless import Faults, harmless
-from hfopt.monitor.host import HostReading
-from hfopt.monitor.plausible import flagged
-from hfopt.schema import GpuReading, Sample
+from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.host_usage import HostReading
+from hfopt.schema import Gpu, GpuReading, Sample
+
+if TYPE_CHECKING:
+    from hfopt.hardware.nvml import Device, Session
+
+
+_MOST_POWER_W = 3000.0  # above any single board sold
+_MOST_OVER_LIMIT = 1.5  # averaged draw overshoots the limit by a few percent, never by half
+_MOST_CLOCK_MHZ = 5000.0
+_COLDEST_C, _HOTTEST_C = -10.0, 130.0  # boards switch off well before
+_MOST_PCIE_BYTES_PER_S = 256e9  # PCIe 7.0 ×16
+
+
+def flagged(reading: GpuReading) -> GpuReading:
+    """The reading with the names of its impossible values in `suspect`."""
+    bad = set(reading.suspect) | {name for name, wrong in _checks(reading).items() if wrong}
+    return replace(reading, suspect=tuple(sorted(bad))) if bad else reading
+
+
+def _checks(reading: GpuReading) -> dict[str, bool]:
+    limit_w = reading.power_limit_w * _MOST_OVER_LIMIT if reading.power_limit_w else _MOST_POWER_W
+    top_clock = reading.max_sm_clock_mhz * 1.2 if reading.max_sm_clock_mhz else _MOST_CLOCK_MHZ
+    return {
+        "sm_util": _outside(reading.sm_util, 0.0, 1.0),
+        "memory_util": _outside(reading.memory_util, 0.0, 1.0),
+        "used_bytes": _outside(reading.used_bytes, 0, reading.total_bytes),
+        "own_used_bytes": _outside(reading.own_used_bytes, 0, reading.total_bytes),
+        "power_w": _outside(reading.power_w, 0.0, limit_w),
+        "temperature_c": _outside(reading.temperature_c, _COLDEST_C, _HOTTEST_C),
+        "sm_clock_mhz": _outside(reading.sm_clock_mhz, 0.0, top_clock),
+        "pcie_rx_bytes_per_s": _outside(reading.pcie_rx_bytes_per_s, 0.0, _MOST_PCIE_BYTES_PER_S),
+        "pcie_tx_bytes_per_s": _outside(reading.pcie_tx_bytes_per_s, 0.0, _MOST_PCIE_BYTES_PER_S),
+    }
+
+
+def _outside(value: float | None, low: float, high: float | None) -> bool:
+    return value is not None and (value < low or (high is not None and value > high) or value != value)
+
+
+_PCIE_EACH = 5  # readings; NVML watches the link for 20 ms in each direction
+
+
+class OwnCards:
+    """The readings of some cards. A card that stops answering is left out of the tuple."""
+
+    def __init__(self, session: Session, devices: Sequence[Device], pids: Sequence[int]) -> None:
+        self._session, self._devices, self._pids = session, tuple(devices), tuple(pids)
+        self._count = 0
+
+    def read(self) -> tuple[GpuReading, ...]:
+        pcie = self._count % _PCIE_EACH == 0
+        self._count += 1
+        return tuple(found for device in self._devices if (found := device.reading(self._pids, pcie=pcie)) is not None)
+
+    def facts(self) -> tuple[Gpu, ...]:
+        """What the catalog knows about them."""
+        from hfopt.hardware import catalog
+
+        found = []
+        for device in self._devices:
+            memory = device.memory()
+            if device.name and memory and (gpu := catalog.identify(device.name, memory.total_bytes)):
+                found.append(gpu)
+        return tuple(found)
+
+    def close(self) -> None:
+        self._session.close()
+
+
+def open_cards(uuids: Sequence[str] | None, pids: Sequence[int] | None = None) -> OwnCards | str:
+    """The cards with these UUIDs (None: all), or why there is nothing to read."""
+    from hfopt.hardware import nvml
+
+    session = nvml.connect()
+    if isinstance(session, nvml.Unreachable):
+        return session.reason
+    everything = [found for device in session.devices() for found in (device, *device.instances())]
+    wanted = None if uuids is None else {_bare(uuid) for uuid in uuids}
+    devices = [device for device in everything if wanted is None or _bare(device.uuid) in wanted]
+    if not devices:
+        session.close()
+        return f"NVML lists no card with UUID {', '.join(uuids or ())}"
+    return OwnCards(session, devices, pids if pids is not None else (os.getpid(),))
+
+
+def torch_uuids(args: Any) -> tuple[str, ...]:
+    """UUIDs of the CUDA devices that these TrainingArguments train on; () without CUDA."""
+    import torch
+
+    if getattr(args.device, "type", None) != "cuda":
+        return ()
+    indices = range(args.n_gpu) if args.n_gpu > 1 else [args.device.index if args.device.index is not None else torch.cuda.current_device()]
+    return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in indices)
+
+
+def _bare(uuid: str) -> str:
+    """NVML writes 'GPU-6f0a...', torch '6f0a...'."""
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
 
 RING = 3600  # an hour at the default interval, about 3 MB for one card
 _MOST_OF_TIME = 0.005

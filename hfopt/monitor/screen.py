@@ -1,9 +1,15 @@
-"""What `hfopt watch` shows: progress, the status line, curves of the last two minutes, and what was found."""
+"""What `hfopt watch` shows, and a process watched from outside.
+
+A process watched from outside: its CPU and RAM by psutil, the cards it holds memory on by NVML; its steps are not known.
+
+What `hfopt watch` shows: progress, the status line, curves of the last two minutes, and what was found.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +17,56 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from hfopt.errors import LogError
-from hfopt.monitor.journal import LIVE
+from hfopt.monitor.fault_guard import Faults, to_stderr
+from hfopt.monitor.host_usage import HostProbe
+from hfopt.monitor.journal import LIVE, point
+from hfopt.monitor.metrics import status_line
+from hfopt.monitor.sampler import OwnCards, Sampler, open_cards
+from hfopt.schema import GpuReading
 from hfopt.units import format_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+
+class CardsOf:
+    """Of all cards those on which the processes hold memory; every card if the driver does not tell who holds what."""
+
+    def __init__(self, cards: OwnCards) -> None:
+        self._cards = cards
+
+    def read(self) -> tuple[GpuReading, ...]:
+        readings = self._cards.read()
+        told = any(reading.own_used_bytes is not None for reading in readings)
+        return tuple(reading for reading in readings if reading.own_used_bytes) if told else readings
+
+
+class Onlooker:
+    """`look()` gives what the live file of a monitored run would hold."""
+
+    def __init__(self, pid: int, *, first_wait_s: float = 0.5) -> None:
+        from hfopt.hardware.host import host
+
+        try:
+            process = psutil.Process(pid)
+            tree = [pid, *(child.pid for child in process.children(recursive=True))]
+        except psutil.Error as error:
+            raise LogError(f"there is no process {pid} that can be read", hint="see `ps` for the process id of the training") from error
+        cards = open_cards(None, tree)
+        source = CardsOf(cards) if isinstance(cards, OwnCards) else None
+        self._pid, self._points = pid, deque[dict[str, float | None]](maxlen=120)
+        self._sampler = Sampler(gpus=source, host=HostProbe(pid, cores=host().cores), faults=Faults(to_stderr), ring=2)
+        self._sampler.tick()
+        time.sleep(first_wait_s)  # CPU shares are over the time between two readings
+
+    def look(self) -> dict[str, Any]:
+        alive = psutil.pid_exists(self._pid)
+        sample = self._sampler.tick() if alive else self._sampler.latest
+        assert sample is not None
+        self._points.append(point(sample, None))
+        status = status_line(sample, None)
+        return {"time": time.time(), "pid": self._pid, "ended": not alive, "status": status, "points": list(self._points)}
+
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _CURVES = (("gpu", "GPU"), ("vram", "VRAM"), ("cpu", "CPU"), ("ram", "RAM"), ("data_wait", "data wait"))

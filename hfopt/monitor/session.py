@@ -1,4 +1,13 @@
-"""One train() call, watched: windows close at logging steps, are judged, written, reported, and summed up at the end.
+"""One train() call, watched: windows close at logging steps, are judged, written, reported and summed up.
+
+What a user may set on HFGpuMonitor, as one value.
+
+Is train() still going on? Its frame is looked for on the training thread's stack, where an error or Ctrl-C leaves none.
+
+A callback is not told when train() is left by an exception. Only code objects are compared: a frame that is kept, or whose locals are
+read, would hold the user's tensors.
+
+One train() call, watched: windows close at logging steps, are judged, written, reported, and summed up at the end.
 
 The work done for a log (writing, reporting, judging) is kept within two thousandths of the run's time: where it would take more, because
 every step is logged, a window is joined with the next one.
@@ -7,28 +16,80 @@ every step is logged, a window is joined with the next one.
 from __future__ import annotations
 
 import atexit
+import inspect
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
-from hfopt.monitor import header, ranks, reporters, status, summary
-from hfopt.monitor.harmless import Faults, harmless
-from hfopt.monitor.host import HostProbe
-from hfopt.monitor.inputs import InputWatch
+from hfopt.monitor import journal, metrics, run_setup, run_text
+from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.findings import Judge
+from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.journal import Journal
-from hfopt.monitor.judge import Judge
-from hfopt.monitor.marks import MeetingPoints
-from hfopt.monitor.meter import Meter
-from hfopt.monitor.options import Options
-from hfopt.monitor.presence import Presence
+from hfopt.monitor.log import NAME
+from hfopt.monitor.model_inputs import InputWatch
+from hfopt.monitor.run_setup import facts_of, find_place, scale_of
 from hfopt.monitor.sampler import Sampler
-from hfopt.monitor.setup import facts_of, find_place, scale_of
-from hfopt.monitor.steps import Event, StepClock
-from hfopt.monitor.windows import Total, data_share, merge
+from hfopt.monitor.step_clock import Event, MeetingPoints, StepClock
+from hfopt.monitor.window import Meter, Total, data_share, merge
 from hfopt.schema import RankLag, Sample, Window
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    interval_s: float = 1.0
+    warn_below: float = 30.0  # %, GPU utilization that is worth a word even if no cause is found
+    output: Path | None = None
+    live: bool = True
+    csv: bool = False
+    report: bool = True
+    plan: Any = None
+    flops_per_sample: float | None = None
+    max_log_bytes: int = 16 << 20
+
+    def log_path(self, output_dir: str | None, rank: int) -> Path:
+        """`<output_dir>/hfopt/monitor.jsonl` unless told otherwise; a rank other than the first has its own file beside it."""
+        target = self.output if self.output is not None else Path(output_dir or ".") / "hfopt"
+        path = target if target.suffix == ".jsonl" else target / NAME
+        return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+_ENTRY = "train"
+
+
+class Presence:
+    """Made inside train(), asked from another thread."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._thread = threading.get_ident()
+        on_stack = set(_codes(sys._getframe(1)))
+        self._entries = {number: code for number, code in _entries(trainer).items() if number in on_stack}
+
+    def here(self) -> bool:
+        """True also where it cannot be told."""
+        if not self._entries:
+            return True
+        return any(number in self._entries for number in _codes(sys._current_frames().get(self._thread)))
+
+
+def _codes(frame: FrameType | None) -> Iterator[int]:
+    """By identity: code that torch.compile made may hold what cannot be hashed."""
+    while frame is not None:
+        yield id(frame.f_code)
+        frame = frame.f_back
+
+
+def _entries(trainer: Any) -> dict[int, CodeType]:
+    """By identity, the code of every `train` that the class or one of its bases has, without what was wrapped around it."""
+    found = (inspect.unwrap(vars(kind)[_ENTRY]) for kind in type(trainer).__mro__ if _ENTRY in vars(kind))
+    return {id(function.__code__): function.__code__ for function in found if hasattr(function, "__code__")}
+
 
 _BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window
 _RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
@@ -99,19 +160,19 @@ class Session:
             rank=self._rank,
             world_size=self._world,
             device=args.device.type,
-            gpus=header.cards(place.gpus, place.uuids),
+            gpus=run_setup.cards(place.gpus, place.uuids),
             cores=place.cores,
             first_step=state.global_step,
             max_steps=state.max_steps,
             model=type(training.model).__name__,
-            config=header.config(args),
-            versions=header.versions(),
+            config=run_setup.config(args),
+            versions=run_setup.versions(),
         )
         return journal
 
     def say(self, text: str) -> None:
         if self._first:
-            status.say(self._handler.callbacks if self._handler is not None else (), text)
+            metrics.say(self._handler.callbacks if self._handler is not None else (), text)
 
     def _first_step(self, event: Event) -> None:
         self._among_ranks(event)
@@ -146,9 +207,9 @@ class Session:
         self.clock.event("end")
         self._close(state)
         if (epoch := self._epoch.window()) is not None:
-            figures = reporters.metrics(epoch)
+            figures = metrics.metrics(epoch)
             self.journal.write("epoch", epoch=state.epoch, step=state.global_step, metrics=figures)
-            self.say(f"hfopt: epoch {state.epoch:.4g}: {summary.one_line(figures)}")
+            self.say(f"hfopt: epoch {state.epoch:.4g}: {run_text.one_line(figures)}")
             self._epoch = Total()
 
     def end(self, args: Any, state: Any, control: Any) -> None:
@@ -159,10 +220,10 @@ class Session:
         self.stop()
         if (total := self._total.window()) is None:
             return
-        figures = reporters.metrics(total)
+        figures = metrics.metrics(total)
         self.journal.note(list(self.clock.stamps), figures, ended=True)
         notes = self._notes(wait_s=_WAIT_FOR_RANKS_S) if self._first else {}
-        findings = self._judge.whole(total, ranks.lags_of_notes(notes, since=self._began_time)) if self._first else ()
+        findings = self._judge.whole(total, journal.lags_of_notes(notes, since=self._began_time)) if self._first else ()
         facts = {
             "step": state.global_step,
             "steps": total.steps,
@@ -178,7 +239,7 @@ class Session:
         self.journal.state.update(ended=True, step=state.global_step)
         self.journal.live(None, "", self._data_wait)
         self.journal.close()
-        self.say(summary.closing(total, figures, findings, self.journal.path))
+        self.say(run_text.closing(total, figures, findings, self.journal.path))
 
     def stop(self) -> None:
         """Also for a session whose train() did not come to its end."""
@@ -220,13 +281,13 @@ class Session:
         window = merge(self._unreported)
         self._unreported.clear()
         figures = self.journal.window(window, epoch=state.epoch)
-        self.journal.state["pace"] = summary.one_line(figures)
+        self.journal.state["pace"] = run_text.one_line(figures)
         if self._first and self._options.report and self._handler is not None:
             self._report(args, state, control, figures)
 
     @harmless("reporting")
     def _report(self, args: Any, state: Any, control: Any, figures: dict[str, float]) -> None:
-        reporters.report(self._handler, args, state, control, figures)
+        metrics.report(self._handler, args, state, control, figures)
 
     @harmless("diagnosis")
     def _verdict(self) -> None:
@@ -234,7 +295,7 @@ class Session:
         now_s = time.monotonic()
         if self._first and self._world > 1 and now_s - self._ranks_s >= _RANKS_EACH_S:
             self._ranks_s = now_s
-            self._lags = ranks.lags_of_notes(self._notes(), since=self._began_time)
+            self._lags = journal.lags_of_notes(self._notes(), since=self._began_time)
         self._judge.recent(self._lags)
 
     def _notes(self, wait_s: float = 0.0) -> dict[int, dict[str, Any]]:
@@ -243,7 +304,7 @@ class Session:
             return {}
         until_s = time.monotonic() + wait_s
         while True:
-            notes = ranks.read_notes(self.journal.path.parent, self._world, since=self._began_time)
+            notes = journal.read_notes(self.journal.path.parent, self._world, since=self._began_time)
             done = len(notes) == self._world and all(note["ended"] for note in notes.values())
             if done or time.monotonic() >= until_s:
                 return notes
@@ -252,7 +313,7 @@ class Session:
     def _live(self, sample: Sample) -> None:
         """Each reading, on the sampler's thread: the training thread has better to do."""
         wait = self._current_wait()
-        line = status.status_line(sample, wait)
+        line = metrics.status_line(sample, wait)
         self.journal.state["step"] = self._state.global_step
         self.journal.live(sample, line, wait)
         self._show(line)
@@ -260,7 +321,7 @@ class Session:
     @harmless("the live status")
     def _show(self, line: str) -> None:
         if self._options.live and self._first and self._handler is not None:
-            status.show(self._handler.callbacks, line)
+            metrics.show(self._handler.callbacks, line)
 
     def _current_wait(self) -> float | None:
         tally = self.clock.tally

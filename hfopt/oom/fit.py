@@ -94,7 +94,7 @@ class Fit:
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """To the given sink, else to the monitor among the Trainer's callbacks."""
-        from hfopt.monitor.monitor import HFGpuMonitor
+        from hfopt.monitor.callback import HFGpuMonitor
 
         if self._log is not None:
             self._log(entry)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
-from hfopt.monitor import history, log, report_text
+from hfopt.monitor import history, log, run_text
 from hfopt.oom.fallback import refusal
 
 
@@ -315,7 +315,7 @@ def test_a_fallback_stands_in_the_monitors_log(lab: Any, too_small: Any, layer_o
     assert [(entry["seen"]["step"], entry["seen"]["phase"]) for entry in fallbacks[:2]] == [(1, "forward"), (3, "backward")]
     assert {entry["effective_batch"] for entry in fallbacks} == {16} and fallbacks[0]["step"]["action"] == "chunk"
     assert kinds[0] == "header" and kinds[-1] == "summary"
-    told = report_text.report(history.load(Path(trainer.args.output_dir)))
+    told = run_text.report(history.load(Path(trainer.args.output_dir)))
     assert f"ran out of memory {len(fallbacks)} times" in told
 
 

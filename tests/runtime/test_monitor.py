@@ -21,8 +21,8 @@ from nvml_standin import NvmlStandin
 from transformers import TrainerCallback
 from watched import Sentences, SlowCollator, lines, trainer
 
-from hfopt.monitor import history, report_text, reporters, session
-from hfopt.monitor.monitor import HFGpuMonitor
+from hfopt.monitor import history, metrics, run_text, session
+from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.oom.fallback import protect
 
 
@@ -146,7 +146,7 @@ def test_the_table_of_windows(tmp_path: Path) -> None:
     with (tmp_path / "hfopt" / "monitor.csv").open() as stream:
         rows = list(csv.DictReader(stream))
     assert [row["last_step"] for row in rows] == ["4", "8", "12"]
-    assert set(reporters.KEYS) < set(rows[0]) and float(rows[0]["step_s"]) > 0
+    assert set(metrics.KEYS) < set(rows[0]) and float(rows[0]["step_s"]) > 0
 
 
 def test_training_is_the_same_with_and_without(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_training_that_raised_leaves_no_thread_and_no_hook(tmp_path: Path) -> 
     assert not run.model._forward_pre_hooks
     assert lines(tmp_path)[-1]["kind"] == "interrupted" and lines(tmp_path)[-1]["step"] < 12
     assert json.loads((tmp_path / "hfopt" / "live.json").read_text())["ended"] is True
-    assert "ended by an error or Ctrl-C" in report_text.report(history.load(tmp_path))
+    assert "ended by an error or Ctrl-C" in run_text.report(history.load(tmp_path))
 
 
 def test_the_thread_goes_on_while_the_training_does(tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ class Faulty:
 
     @staticmethod
     def broken_reporter(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr(reporters, "reporters", lambda handler: 1 / 0)
+        monkeypatch.setattr(metrics, "reporters", lambda handler: 1 / 0)
         return HFGpuMonitor()
 
     @staticmethod
@@ -295,12 +295,12 @@ class Faulty:
 
     @staticmethod
     def broken_diagnosis(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr("hfopt.monitor.judge.diagnose", lambda *args: {}["nothing"])
+        monkeypatch.setattr("hfopt.monitor.findings.diagnose", lambda *args: {}["nothing"])
         return HFGpuMonitor()
 
     @staticmethod
     def broken_clock(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr("hfopt.monitor.steps.StepClock.take", lambda self: {}[0])
+        monkeypatch.setattr("hfopt.monitor.step_clock.StepClock.take", lambda self: {}[0])
         return HFGpuMonitor()
 
 
@@ -319,7 +319,7 @@ def test_a_fault_is_said_once_and_training_goes_on(
 def test_a_killed_run_keeps_its_log(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from watched import trainer; from transformers import TrainerCallback; from hfopt.monitor.monitor import HFGpuMonitor\n"
+        "from watched import trainer; from transformers import TrainerCallback; from hfopt.monitor.callback import HFGpuMonitor\n"
         f"out = Path({str(tmp_path)!r})\n"
         "class Kill(TrainerCallback):\n    def on_step_end(self, args, state, control, **kwargs):\n"
         "        log = out / 'hfopt' / 'monitor.jsonl'\n"
@@ -343,7 +343,7 @@ def pretended_card(nvml_standin: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -
     """A card that NVML lists and that the run believes to be its own, while the arithmetic is done by the CPU."""
     nvml_standin.card(0, util=85, memory_util=60, used_mib=4000, power_mw=200_000, energy_mj=None)
     nvml_standin.use(monkeypatch)
-    monkeypatch.setattr("hfopt.monitor.setup.torch_uuids", lambda args: (nvml_standin.uuid(0),))
+    monkeypatch.setattr("hfopt.monitor.run_setup.torch_uuids", lambda args: (nvml_standin.uuid(0),))
     return nvml_standin
 
 

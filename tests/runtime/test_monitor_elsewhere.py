@@ -20,7 +20,7 @@ import os, sys, time
 from pathlib import Path
 import transformers
 from watched import trainer, SlowCollator, Sentences
-from hfopt.monitor.monitor import HFGpuMonitor
+from hfopt.monitor.callback import HFGpuMonitor
 out = Path(sys.argv[1])
 """
 
@@ -161,8 +161,8 @@ def test_padding_on_a_card_is_counted_without_waiting_for_it(tmp_path: Path) -> 
 
     script = """
 import torch
-from hfopt.monitor.harmless import Faults
-from hfopt.monitor.inputs import InputWatch
+from hfopt.monitor.fault_guard import Faults
+from hfopt.monitor.model_inputs import InputWatch
 from watched import tiny_model
 model, told = tiny_model().to("cuda").train(), []
 watch = InputWatch(Faults(told.append))

@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from hfopt.monitor.harmless import Faults
-from hfopt.monitor.host import HostReading
+from hfopt.monitor.fault_guard import Faults
+from hfopt.monitor.host_usage import HostReading
 from hfopt.monitor.sampler import Sampler
-from hfopt.monitor.windows import gpu_windows
+from hfopt.monitor.window import gpu_windows
 from hfopt.schema import GpuReading
 
 

@@ -10,7 +10,7 @@ import pytest
 from watched import facts, window
 
 from hfopt.errors import LogError
-from hfopt.monitor import history, report_text
+from hfopt.monitor import history, run_text
 from hfopt.monitor.diagnose import diagnose
 from hfopt.monitor.log import RunLog
 
@@ -37,7 +37,7 @@ def test_a_window_survives_the_way_to_disk_and_back(tmp_path: Path) -> None:
 def test_a_killed_run_is_told_from_a_finished_one(tmp_path: Path) -> None:
     killed, finished = history.load(write(tmp_path / "a", ended=False)), history.load(write(tmp_path / "b"))
     assert not killed.finished and finished.finished
-    assert "killed" in report_text.report(killed) and "finished at step 101" in report_text.report(finished)
+    assert "killed" in run_text.report(killed) and "finished at step 101" in run_text.report(finished)
     assert killed.figures == finished.figures
 
 
@@ -57,15 +57,15 @@ def test_a_rotated_log_is_one_session(tmp_path: Path) -> None:
 
 
 def test_the_report_names_cause_and_remedy(tmp_path: Path) -> None:
-    text = report_text.report(history.load(write(tmp_path)))
+    text = run_text.report(history.load(write(tmp_path)))
     assert "input_bound" in text and "dataloader_num_workers=4" in text and "data wait" in text
 
 
 def test_two_runs_are_compared(tmp_path: Path) -> None:
     before, after = history.load(write(tmp_path / "a")), history.load(write(tmp_path / "b", sessions=2, wait_s=1.0))
-    text = report_text.compare(before, after)
+    text = run_text.compare(before, after)
     assert "bf16: False -> True" in text and "better" in text
-    assert report_text.changes(before, after)["hfopt/samples_per_s"] == pytest.approx(99.0 / 60.0 - 1, abs=0.01)
+    assert run_text.changes(before, after)["hfopt/samples_per_s"] == pytest.approx(99.0 / 60.0 - 1, abs=0.01)
     assert "found before: input_bound" in text
 
 
@@ -82,4 +82,4 @@ def test_what_is_no_log_is_said_plainly(tmp_path: Path) -> None:
 def test_a_run_without_a_window_is_reported(tmp_path: Path) -> None:
     with closing(RunLog(tmp_path / "monitor.jsonl")) as log:
         log.write("header", model="M", max_steps=9)
-    assert "before its first logging step" in report_text.report(history.load(tmp_path))
+    assert "before its first logging step" in run_text.report(history.load(tmp_path))

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hfopt.monitor import host
-from hfopt.monitor.host import HostProbe
-from hfopt.monitor.outside import CardsOf
+from hfopt.monitor import host_usage
+from hfopt.monitor.host_usage import HostProbe
+from hfopt.monitor.screen import CardsOf
 from hfopt.schema import GpuReading
 
 
@@ -64,15 +64,15 @@ def test_children_of_children_are_found_with_and_without_the_kernels_list(monkey
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-S", "-c", code], text=True, **streams) as child:  # type: ignore[call-overload]
         both = {child.pid, int(child.stdout.readline())}
-        for listed in (host._proc_children, lambda pid: None):
-            monkeypatch.setattr(host, "_proc_children", listed)
+        for listed in (host_usage._proc_children, lambda pid: None):
+            monkeypatch.setattr(host_usage, "_proc_children", listed)
             probe = HostProbe(cores=2.0)
             probe.read()
             assert both <= probe._children.keys()
             assert probe.read().worker_count == len(probe._children)  # looked for again only after a while
         child.stdin.close()
     assert not both & probe._cpu_times()[1].keys(), "those that have ended are forgotten"
-    assert host._proc_children(2**22 + 1) is None
+    assert host_usage._proc_children(2**22 + 1) is None
 
 
 def test_where_a_process_may_not_be_looked_into_there_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,18 +92,18 @@ def test_the_kernels_list_is_read_as_far_as_it_goes(tmp_path: Path, monkeypatch:
         if text is not None:
             (thread / "children").write_text(text)
 
-    monkeypatch.setattr(host, "Path", lambda place: tmp_path / place.lstrip("/"))
-    assert host._proc_children(1) is None, "no such process"
+    monkeypatch.setattr(host_usage, "Path", lambda place: tmp_path / place.lstrip("/"))
+    assert host_usage._proc_children(1) is None, "no such process"
     list_below(1, "2 3 4")
     list_below(2, "5")  # 3 is gone, and of 4 nothing is listed
     list_below(4, None)
     list_below(5, "")
-    assert host._proc_children(1) == {2, 3, 4, 5}
+    assert host_usage._proc_children(1) == {2, 3, 4, 5}
     (tmp_path / "proc/5/task/5/children").unlink()
     (tmp_path / "proc/5/task/5/children").mkdir()  # unreadable
-    assert host._proc_children(1) == {2, 3, 4, 5}
+    assert host_usage._proc_children(1) == {2, 3, 4, 5}
     list_below(6, None)
-    assert host._proc_children(6) is None, "a kernel without the list"
+    assert host_usage._proc_children(6) is None, "a kernel without the list"
 
 
 def test_of_all_cards_those_that_the_process_uses_are_shown() -> None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 import transformers
 
-from hfopt.monitor.flops import flops_per_token
-from hfopt.monitor.harmless import Faults
-from hfopt.monitor.inputs import InputWatch
+from hfopt.monitor.fault_guard import Faults
+from hfopt.monitor.model_inputs import InputWatch, flops_per_token
 
 
 class Echo(torch.nn.Module):

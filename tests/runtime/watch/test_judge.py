@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from watched import card, facts, spread, window
 
-from hfopt.monitor.harmless import Faults
+from hfopt.monitor.fault_guard import Faults
+from hfopt.monitor.findings import Judge
 from hfopt.monitor.journal import Journal
-from hfopt.monitor.judge import Judge
 
 ILL, WELL = window(times={"data_wait_s": 60.0}), window()
 

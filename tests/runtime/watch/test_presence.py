@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import CodeType
 
-from hfopt.monitor.presence import Presence
+from hfopt.monitor.session import Presence
 
 
 class Trainer:

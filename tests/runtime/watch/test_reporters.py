@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from watched import card, window
 
-from hfopt.monitor.reporters import KEYS, PREFIX, find_callers, metrics, put_last
+from hfopt.monitor.metrics import KEYS, PREFIX, find_callers, metrics, put_last
 
 DOCS = Path(__file__).parents[3] / "docs" / "monitor.md"
 

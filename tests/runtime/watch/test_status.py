@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.monitor.status import say, show, status_line
+from hfopt.monitor.metrics import say, show, status_line
 from hfopt.schema import GpuReading, Sample
 from hfopt.units import GIB
 

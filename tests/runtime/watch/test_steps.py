@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hfopt.monitor import steps
-from hfopt.monitor.steps import StepClock
+from hfopt.monitor import step_clock
+from hfopt.monitor.step_clock import StepClock
 
 Play = Callable[..., StepClock]
 
@@ -16,7 +16,7 @@ Play = Callable[..., StepClock]
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """A clock that is told the time: each event with the seconds since the one before it."""
     now = [100.0]
-    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(step_clock.time, "monotonic", lambda: now[0])
 
     def played(*events: tuple[str, float], clock: StepClock | None = None) -> StepClock:
         clock = clock or StepClock()
@@ -67,7 +67,7 @@ def test_waiting_for_other_ranks_is_not_waiting_for_data(play: Play) -> None:
 
 
 def test_what_nobody_asks_for_is_added_up_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MOST_NOTES", 8)
+    monkeypatch.setattr(step_clock, "_MOST_NOTES", 8)
     clock = play(*FIRST)
     for _ in range(50):
         play(("step_begin", 1.0), ("pre_optimizer", 2.0), ("step_end", 0.5), clock=clock)
@@ -82,8 +82,8 @@ def test_the_queue_for_a_core_is_no_wait_for_data(
 ) -> None:
     """A step of 0.1 s of CPU time, each second of which stands in the queue for as many more."""
     now_s, cpu_s = [0.0], [0.0]
-    monkeypatch.setattr(steps.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(steps.time, "thread_time", lambda: cpu_s[0])
+    monkeypatch.setattr(step_clock.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(step_clock.time, "thread_time", lambda: cpu_s[0])
     clock = StepClock()
 
     def pass_(event: str, cpu: float, blocked: float = 0.0) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from watched import card, spread, window
 
-from hfopt.monitor.windows import Total, merge
+from hfopt.monitor.window import Total, merge
 from hfopt.schema import Phases, Spread
 
 

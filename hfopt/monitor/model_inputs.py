@@ -1,4 +1,12 @@
-"""What goes through the model: samples, tokens and padding, seen by a forward hook that keeps no tensor.
+"""What goes through the model: samples, tokens, padding, and what one sample costs in FLOPs.
+
+What one training sample costs in FLOPs: by the weights for text, counted once by torch itself for everything else.
+
+For text, 6 per weight that multiplies and token (2 forward, 2 for the gradient passed on, 2 for its own gradient where it trains).
+Images, sound and models of one's own are not made of tokens: there the first forward, which is warm-up and in no window, runs under torch's
+counter, and backward is taken to cost twice as much (once where nothing trains). Attention's own products are counted there, not for text.
+
+What goes through the model: samples, tokens and padding, seen by a forward hook that keeps no tensor.
 
 Shapes cost nothing to read. Padding needs a sum over the mask: on the CPU at once, on a card as one small kernel and a copy that is read
 when it has arrived, never waited for; and only for the first batches, then once a second. Nothing is hooked under torch.compile.
@@ -12,8 +20,58 @@ from typing import Any
 
 import torch
 
-from hfopt.monitor.flops import ForwardCount, flops_per_token
-from hfopt.monitor.harmless import Faults, harmless
+from hfopt.monitor.fault_guard import Faults, harmless
+
+
+class ForwardCount:
+    """`begin()` before a forward, `end()` after it, also after one that raised."""
+
+    def __init__(self, model: Any, rows: int) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        self._factor, self._rows = _of_forward(model), rows
+        self._mode = FlopCounterMode(display=False)
+
+    def begin(self) -> None:
+        self._mode.__enter__()
+
+    def end(self) -> float | None:
+        """FLOPs of one sample, forward and backward; None if nothing that counts was seen."""
+        self._mode.__exit__(None, None, None)
+        total = self._mode.get_total_flops()
+        return self._factor * total / self._rows if total and self._rows else None
+
+
+def _of_forward(model: Any) -> float:
+    """A training step in forward passes: 3 where everything trains, 2 where nothing does."""
+    sizes = [(_elements(parameter), parameter.requires_grad) for parameter in model.parameters()]
+    total = sum(size for size, _ in sizes)
+    return 2.0 + (sum(size for size, trains in sizes if trains) / total if total else 0.0)
+
+
+def flops_per_token(model: Any) -> float | None:
+    """Embedding tables are looked up, not multiplied, unless the output layer shares them."""
+    if not hasattr(model, "get_input_embeddings"):
+        return None
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    multiplied = {id(output.weight)} if output is not None and hasattr(output, "weight") else set()
+    looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)} - multiplied
+    total = trained = 0
+    for parameter in model.parameters():
+        if id(parameter) in looked_up:
+            continue
+        size = _elements(parameter)
+        total += size
+        trained += size if parameter.requires_grad else 0
+    return 4.0 * total + 2.0 * trained
+
+
+def _elements(parameter: Any) -> int:
+    """Also of weights stored as 4 bits (two to a byte) or gathered on use (ZeRO-3)."""
+    if type(parameter).__name__ == "Params4bit":
+        return int(parameter.numel() * 2 * parameter.element_size())
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
 
 _PART = "the look at the inputs"
 _FIRST_LOOKS = 8

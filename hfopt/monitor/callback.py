@@ -14,12 +14,11 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from hfopt.monitor import reporters
-from hfopt.monitor.flops import flops_per_token
-from hfopt.monitor.harmless import Faults, harmless, to_stderr
-from hfopt.monitor.options import Options
-from hfopt.monitor.session import Session, Training
-from hfopt.monitor.steps import Event
+from hfopt.monitor import metrics
+from hfopt.monitor.fault_guard import Faults, harmless, to_stderr
+from hfopt.monitor.model_inputs import flops_per_token
+from hfopt.monitor.session import Options, Session, Training
+from hfopt.monitor.step_clock import Event
 
 _PART = "the monitor"
 
@@ -104,9 +103,9 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.stop()  # the train() before did not come to its end
-        handler, trainer = reporters.find_callers()
+        handler, trainer = metrics.find_callers()
         if handler is not None:
-            reporters.put_last(handler, self)
+            metrics.put_last(handler, self)
         if self._flops_per_token is None and model is not None:
             self._flops_per_token = flops_per_token(model)
         training = Training(args=args, state=state, model=model, handler=handler, trainer=trainer, flops_per_token=self._flops_per_token)

@@ -1,4 +1,6 @@
-"""Where the seconds of training go, from the times of the Trainer's callbacks alone: no sync, no collective, no wrapper.
+"""Where the seconds of training go, and where ranks meet, from the times of the Trainer's callbacks alone.
+
+Where the seconds of training go, from the times of the Trainer's callbacks alone: no sync, no collective, no wrapper.
 
 transformers (4.51 and 5.x alike) fetches the whole accumulation window, then calls on_step_begin, so the time from the last event of the
 step before (step end, log, evaluation, save) to on_step_begin is the wait for data. The first step of a train() (lazy allocations, worker
@@ -9,6 +11,12 @@ are added up many at a time, when somebody asks.
 
 Known limit: times are the host's. By default Trainer reads the loss of each micro-batch (`logging_nan_inf_filter`), which waits for the
 card, so they are honest; without it forward+backward is the time of launching.
+
+Where ranks meet: the points just before they may wait for each other, marked so that the one that comes late can be told.
+
+They meet when they count the tokens of the batch together (after fetching it), when DDP broadcasts buffers (before forward) and inside
+backward. The first is marked by standing before `Trainer._get_num_items_in_batch` (transformers 5; without it on_step_begin has to do), the
+second by a hook on the wrapped model. Only used with several ranks; both are taken away when training ends.
 """
 
 from __future__ import annotations
@@ -16,8 +24,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hfopt.schema import Phases
 
@@ -200,3 +209,44 @@ class StepClock:
         entered = self._marks.get("forward_begin", begin)
         self.stamps.append((step, fetched, entered, self._marks.get("forward_end", entered), time.time()))
         self._marks.clear()
+
+
+_COUNTING = "_get_num_items_in_batch"
+
+
+class MeetingPoints:
+    def __init__(self, clock: StepClock) -> None:
+        self._clock = clock
+        self._undo: list[Callable[[], Any]] = []
+
+    def attach(self, trainer: Any) -> None:
+        wrapped = getattr(trainer, "model_wrapped", None)
+        if wrapped is not None and wrapped is not trainer.model:
+            self._undo.append(wrapped.register_forward_pre_hook(self._before_forward).remove)
+        if hasattr(trainer, _COUNTING) and _COUNTING not in vars(trainer):
+            setattr(trainer, _COUNTING, self._marking(trainer, getattr(trainer, _COUNTING)))
+            self._undo.append(lambda: vars(trainer).pop(_COUNTING, None))
+
+    def detach(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def __reduce__(self) -> tuple[Callable[[], MeetingPoints], tuple[()]]:
+        """A copied model takes its hooks along; there they mark a clock nobody reads."""
+        return _inert, ()
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        self._clock.mark("forward_begin")
+
+    def _marking(self, trainer: Any, count: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if trainer.model.training:  # evaluation counts too, but there nothing is fetched for a step
+                self._clock.event("fetched")
+                self._clock.mark("fetched")
+            return count(*args, **kwargs)
+
+        return counted
+
+
+def _inert() -> MeetingPoints:
+    return MeetingPoints(StepClock())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hfopt.monitor import report_text, summary
-from hfopt.monitor.alarms import sentence
+from hfopt.monitor import run_text
+from hfopt.monitor.findings import sentence
 from hfopt.monitor.history import History
-from hfopt.monitor.reporters import PREFIX, metrics
-from hfopt.monitor.windows import merge
+from hfopt.monitor.metrics import PREFIX, metrics
+from hfopt.monitor.window import merge
 from hfopt.schema import RunMark, RunPoint, RunView, Window
 from hfopt.units import format_seconds
 
@@ -23,8 +23,8 @@ def view(history: History) -> RunView:
     limits_w = [card.power_limit_w for card in cards if card.power_limit_w]
     return RunView(
         name=str(history.path.parent.parent if history.path.parent.name == "hfopt" else history.path.parent),
-        what=report_text.what(history),
-        ending=report_text.ending(history),
+        what=run_text.what(history),
+        ending=run_text.ending(history),
         begin_s=max(0.0, windows[0][0] - began_time - windows[0][1].seconds) if windows else 0.0,
         points=tuple(_point(written - began_time, window) for written, window in windows),
         marks=_marks(history),
@@ -32,7 +32,7 @@ def view(history: History) -> RunView:
         card_bytes=min((card.total_bytes for card in cards if card.total_bytes), default=None),
         ram_bytes=total.ram_total_bytes if total is not None else None,
         power_limit_w=sum(limits_w) if limits_w and len(limits_w) == len(cards) else None,
-        notes=(*([] if total is not None else [report_text.NO_WINDOW]), *report_text.failures(history)),
+        notes=(*([] if total is not None else [run_text.NO_WINDOW]), *run_text.failures(history)),
     )
 
 
@@ -44,7 +44,7 @@ def _thinned(windows: tuple[tuple[float, Window], ...]) -> list[tuple[float, Win
 
 
 def _point(until_s: float, window: Window) -> RunPoint:
-    return RunPoint(until_s=until_s, last_step=window.last_step, figures=_plain(metrics(window)), shares=summary.shares(window))
+    return RunPoint(until_s=until_s, last_step=window.last_step, figures=_plain(metrics(window)), shares=run_text.shares(window))
 
 
 def _plain(figures: Mapping[str, float]) -> dict[str, float]:
@@ -63,7 +63,7 @@ def _finding(history: History, entry: Mapping[str, Any], began_time: float) -> R
     own = [(written, window) for written, window in history.windows if window.last_step == entry["step"]]
     began = min((written - window.seconds for written, window in own), default=entry["time"])
     end = history.end_of(entry)
-    words = sentence(report_text.finding_from(entry)).removeprefix(f"{entry['cause']}: ")
+    words = sentence(run_text.finding_from(entry)).removeprefix(f"{entry['cause']}: ")
     if end is not None:
         words += f" [resolved at step {end['step']}, after {format_seconds(end['time'] - began)}]"
     step = min((window.first_step for _, window in own), default=entry["step"])

@@ -1,17 +1,82 @@
-"""The report of a run in words, and of two runs side by side."""
+"""A run in words: a line per epoch, the summary at its end, and the report of one run or two.
+
+A run in words: one line for an epoch, a short block for its end, and the same from a log that was read back.
+
+The report of a run in words, and of two runs side by side.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.monitor import summary
-from hfopt.monitor.alarms import sentence
+from hfopt.monitor.findings import sentence
 from hfopt.monitor.history import History
-from hfopt.monitor.reporters import PREFIX
+from hfopt.monitor.metrics import PREFIX
 from hfopt.schema import Change, Finding, RunDifference, Window
-from hfopt.units import format_bytes, format_percent, format_seconds
+from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
+
+
+def one_line(figures: Mapping[str, float]) -> str:
+    """What is known of: pace, utilization, MFU, data wait, memory."""
+
+    def get(name: str) -> float | None:
+        return figures.get(PREFIX + name)
+
+    parts: list[str] = []
+    if (rate := get("samples_per_s")) is not None:
+        parts.append(format_rate(rate, "samples"))
+    if (rate := get("tokens_per_s")) is not None:
+        parts.append(format_rate(rate, "tokens"))
+    if (util := get("gpu_util")) is not None:
+        parts.append(f"GPU {util:.0f} % ({get('gpu_util_min'):.0f}-{get('gpu_util_max'):.0f})")
+    if (mfu := get("mfu")) is not None:
+        parts.append(f"MFU {format_percent(mfu)}")
+    if (wait := get("data_wait")) is not None:
+        parts.append(f"data wait {format_percent(wait)}")
+    if (reserved := get("memory_reserved_gib")) is not None:
+        parts.append(f"memory {get('memory_allocated_gib'):.2f} GiB allocated, {reserved:.2f} GiB reserved")
+    if (energy := get("energy_j")) is not None:
+        parts.append(f"{energy / 3.6e6:.3f} kWh")
+    if (util := get("gpu_util")) is None and (cpu := get("cpu_util")) is not None:
+        parts.append(f"CPU {cpu:.0f} %")
+    return ", ".join(parts)
+
+
+def shares(window: Window) -> dict[str, float]:
+    """Where the time went; they add up to 1."""
+    phases, total = window.phases, window.phases.total_s
+    named = {
+        "forward+backward": phases.forward_backward_s,
+        "optimizer": phases.optimizer_s,
+        "data wait": phases.data_wait_s,
+        "evaluation": phases.eval_s,
+        "saving": phases.save_s,
+        "logging": phases.logging_s,
+        "other": phases.other_s,
+    }
+    return {name: seconds / total for name, seconds in named.items()} if total else {}
+
+
+def parts(window: Window) -> list[tuple[str, float]]:
+    """The shares, the largest first; what is under half a percent is left out."""
+    return sorted(((name, share) for name, share in shares(window).items() if share >= 0.005), key=lambda pair: -pair[1])
+
+
+def closing(window: Window, figures: Mapping[str, float], findings: Sequence[Finding], log: Path | None) -> str:
+    lines = [
+        f"hfopt: {window.steps} steps in {format_seconds(window.seconds)} after the first one: {one_line(figures)}",
+        f"hfopt: time: {', '.join(f'{name} {format_percent(share)}' for name, share in parts(window))}",
+    ]
+    lines += [f"hfopt: {sentence(finding)}" for finding in findings]
+    if not findings:
+        lines.append("hfopt: nothing found that holds the run back")
+    if log is not None:
+        lines.append(f"hfopt: log in {log}")
+    return "\n".join(lines)
+
 
 _BAR = 30
 _COMPARED: tuple[tuple[str, str, bool | None], ...] = (  # what two runs are compared by, and whether more is better; None: neither
@@ -50,7 +115,7 @@ def _report(history: History) -> Iterator[str]:
         yield NO_WINDOW
         return
     yield ""
-    yield f"pace    {summary.one_line(history.figures)}"
+    yield f"pace    {one_line(history.figures)}"
     yield f"step    {format_seconds(total.step_s or 0.0)} (without logging, evaluation and saving)"
     yield from _time(total)
     yield from _machine(total)
@@ -79,7 +144,7 @@ def ending(history: History) -> str:
 
 def _time(total: Window) -> Iterator[str]:
     yield f"time    {format_seconds(total.seconds)} in {total.steps} steps"
-    for name, share in summary.parts(total):
+    for name, share in parts(total):
         yield f"        {name:<17} {format_percent(share):>7}  {'█' * round(_BAR * share)}".rstrip()
 
 
