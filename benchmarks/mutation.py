@@ -35,7 +35,7 @@ _PLUGINS = ("-p", "pytest_timeout", "-p", "_hypothesis_pytestplugin")
 _SEARCH = "tests/search"
 _EDIT = ("tests/config/test_edit.py", "tests/config/test_checks.py", "tests/config/test_edit_properties.py")
 TARGETS: dict[str, tuple[str, ...]] = {  # the module's own tests first: most mutants do not get past them
-    "hfopt/oom/replan.py": ("tests/runtime/test_replan.py",),
+    "hfopt/oom/step_down.py": ("tests/runtime/test_replan.py",),
     "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
     "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),
     "hfopt/memory/allocator.py": ("tests/estimate/test_allocator.py",),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that an editor knows what the names are
     from hfopt.monitor.callback import HFGpuMonitor as HFGpuMonitor
-    from hfopt.oom.fallback import protect as protect
+    from hfopt.oom.protect import protect as protect
     from hfopt.planner import Plan as Plan
     from hfopt.planner import Request as Request
     from hfopt.planner import plan as plan
@@ -23,7 +23,7 @@ _PUBLIC: dict[str, str] = {
     "Plan": "hfopt.planner",
     "Request": "hfopt.planner",
     "plan": "hfopt.planner",
-    "protect": "hfopt.oom.fallback",
+    "protect": "hfopt.oom.protect",
 }
 
 

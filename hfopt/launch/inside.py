@@ -17,7 +17,7 @@ from typing import Any
 
 from hfopt.launch.run_options import RunOptions
 from hfopt.oom import record
-from hfopt.oom.fallback import guard_of, protect
+from hfopt.oom.protect import guard_of, protect
 
 ORDERS = "HFOPT_ORDERS"
 """JSON in the environment of a restarted process: output_dir, checkpoint (or null), changes."""

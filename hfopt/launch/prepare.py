@@ -18,7 +18,7 @@ from hfopt.launch.inside import orders_for
 from hfopt.launch.run_options import RunOptions
 from hfopt.launch.settings import apply_changes
 from hfopt.oom import record
-from hfopt.oom.fallback import guard_of
+from hfopt.oom.protect import guard_of
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.redact import said

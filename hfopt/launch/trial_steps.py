@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hfopt.oom import record
-from hfopt.oom.device import read
+from hfopt.oom.device_memory import read
 from hfopt.units import format_bytes, format_seconds
 
 STEPS = 3

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfopt.oom.chunks import batch_size, shallow_copy, split, take, versions, why_not
+from hfopt.oom.split_batch import batch_size, shallow_copy, split, take, versions, why_not
 
 IDS = torch.arange(12).reshape(4, 3)
 BATCH: dict[str, Any] = {

@@ -17,7 +17,7 @@ from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
 from hfopt.monitor import history, log, run_text
-from hfopt.oom.fallback import refusal
+from hfopt.oom.protect import refusal
 
 
 def disturbed(lab: Any, too_small: Any, layer_of: Any, at: dict[tuple[int, int], tuple[str, int]], **run: Any) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Seq2SeqTrainer, Trainer
 
 import hfopt
-from hfopt.oom.pieces import may_exchange
+from hfopt.oom.micro_batch import may_exchange
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -23,7 +23,7 @@ from watched import Sentences, SlowCollator, lines, trainer
 
 from hfopt.monitor import history, metrics, run_text, session
 from hfopt.monitor.callback import HFGpuMonitor
-from hfopt.oom.fallback import protect
+from hfopt.oom.protect import protect
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.oom.pace import RECENT, Pace, after_window
+from hfopt.oom.step_down import RECENT, Pace, after_window
 
 WINDOWS = st.lists(st.sampled_from([None, None, None, 1, 2, 4]), max_size=80)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.oom.replan import Refusal, Situation, fragmented, next_size, next_step
+from hfopt.oom.step_down import Refusal, Situation, fragmented, next_size, next_step
 from hfopt.schema import Candidate, Checkpointing, MemoryPeak, OomSeen
 from hfopt.units import GIB, MIB
 

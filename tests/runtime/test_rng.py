@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.oom import rng
+from hfopt.oom import replay
 
 CPU = torch.device("cpu")
 DRAWS = {
@@ -25,9 +25,9 @@ DRAWS = {
 
 @pytest.fixture(autouse=True)
 def _own_numbers() -> Iterator[None]:
-    before = rng.snapshot(CPU)
+    before = replay.snapshot(CPU)
     yield
-    rng.restore(before)
+    replay.restore(before)
 
 
 def drawn() -> list[float]:
@@ -38,14 +38,14 @@ def drawn() -> list[float]:
 @given(before=st.lists(st.sampled_from(sorted(DRAWS)), max_size=4), between=st.lists(st.sampled_from(sorted(DRAWS)), max_size=4))
 def test_restoring_brings_back_the_same_numbers(before: list[str], between: list[str]) -> None:
     for name in before:
-        rng.snapshot(CPU)  # a state noted earlier must not be taken for this one
+        replay.snapshot(CPU)  # a state noted earlier must not be taken for this one
         DRAWS[name]()
-    state = rng.snapshot(CPU)
+    state = replay.snapshot(CPU)
     expected = drawn()
-    rng.restore(state)
+    replay.restore(state)
     for name in between:
         DRAWS[name]()
-    rng.restore(state)
+    replay.restore(state)
     assert drawn() == expected
 
 
@@ -53,9 +53,9 @@ def test_another_generator_of_numpy_is_noted_too() -> None:
     usual = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        state = rng.snapshot(CPU)
+        state = replay.snapshot(CPU)
         expected = np.random.random(3)
-        rng.restore(state)
+        replay.restore(state)
         assert (np.random.random(3) == expected).all()
     finally:
         np.random.set_bit_generator(usual)

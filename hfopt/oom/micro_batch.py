@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from hfopt.compat import tf32_is_on
-from hfopt.oom import chunks, exactness, rng
-from hfopt.oom.chunks import Inputs
-from hfopt.oom.counters import Counters
-from hfopt.oom.exactness import LossShape, Rule, RuleName
-from hfopt.oom.replan import Refusal
+from hfopt.oom import loss_weights, replay, split_batch
+from hfopt.oom.loss_weights import LossShape, Rule, RuleName
+from hfopt.oom.replay import Counters
+from hfopt.oom.split_batch import Inputs
+from hfopt.oom.step_down import Refusal
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]
@@ -69,7 +69,7 @@ class Pieces:
     def run(self, model: Any, inputs: Inputs, num_items: Any, piece: int | None, *, syncs: bool) -> torch.Tensor:
         """The loss of a micro-batch run in pieces of `piece` samples; its last piece synchronises gradients when `syncs`."""
         size = self.size(inputs)
-        inputs = chunks.shallow_copy(inputs)
+        inputs = split_batch.shallow_copy(inputs)
         if size is None or piece is None or piece >= size:
             with self._last_piece() if syncs else self._accelerator.no_sync(model):
                 return self.whole(model, inputs, num_items)
@@ -102,22 +102,22 @@ class Pieces:
             if isinstance(found, Refusal):
                 raise RuntimeError(f"hfopt: this micro-batch cannot be cut into pieces: {found.reason}")
         assert self.rule is not None
-        parts = chunks.split(inputs, size, piece)
+        parts = split_batch.split(inputs, size, piece)
         sizes = [min(piece, size - start) for start in range(0, size, piece)]
         shape = self.loss_shape(inputs)
-        shares = exactness.weights(self.rule.name, parts, sizes, shape)
-        tokens = exactness.weights("counted", parts, sizes, shape)
+        shares = loss_weights.weights(self.rule.name, parts, sizes, shape)
+        tokens = loss_weights.weights("counted", parts, sizes, shape)
         counting = [number for number, share in enumerate(shares) if share > 0]
         return [parts[n] for n in counting], [shares[n] for n in counting], [tokens[n] for n in counting]
 
     def size(self, inputs: Inputs) -> int | None:
-        return chunks.batch_size(inputs, getattr(self.trainer.model, "main_input_name", None))
+        return split_batch.batch_size(inputs, getattr(self.trainer.model, "main_input_name", None))
 
     def refusal(self, model: Any, inputs: Inputs, num_items: Any) -> Refusal | None:
         """Why this micro-batch cannot be run in pieces; settles the rule on the way."""
         size = self.size(inputs)
         bare = self._accelerator.unwrap_model(model)
-        refused = exactness.structural_refusal(bare, self.trainer) or chunks.why_not(inputs, size)
+        refused = loss_weights.structural_refusal(bare, self.trainer) or split_batch.why_not(inputs, size)
         if refused is not None or size is None or size == 1 or (self.rule is not None and self.rule.settled):
             return refused
         found = self.find_rule(model, inputs, num_items, size)
@@ -127,7 +127,7 @@ class Pieces:
         bare = self._accelerator.unwrap_model(model)
         try:
             with self._without_a_trace(bare):
-                found = exactness.find_rule(
+                found = loss_weights.find_rule(
                     inputs, size, self.loss_shape(inputs), self._loss_of(bare, num_items), self._expected(num_items)
                 )
         except torch.OutOfMemoryError:
@@ -156,17 +156,17 @@ class Pieces:
     @contextmanager
     def _without_a_trace(self, bare: Any) -> Iterator[None]:
         """Losses that are only looked at: no gradient, and counters and random numbers as they were."""
-        before, state = self.counters.snapshot(), rng.snapshot(self.trainer.args.device)
+        before, state = self.counters.snapshot(), replay.snapshot(self.trainer.args.device)
         try:
-            with exactness.evaluating(bare):
+            with loss_weights.evaluating(bare):
                 yield
         finally:
             self.counters.restore(before)
-            rng.restore(state)
+            replay.restore(state)
 
-    def _loss_of(self, bare: Any, num_items: Any) -> exactness.LossOf:
+    def _loss_of(self, bare: Any, num_items: Any) -> loss_weights.LossOf:
         def loss_of(inputs: Inputs) -> float | None:
-            prepared = self.trainer._prepare_inputs(chunks.shallow_copy(inputs))
+            prepared = self.trainer._prepare_inputs(split_batch.shallow_copy(inputs))
             with self.trainer.compute_loss_context_manager():
                 loss = self.trainer.compute_loss(bare, prepared, num_items_in_batch=num_items)
             return float(loss) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
@@ -179,7 +179,7 @@ class Pieces:
         scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
         if scaled is None:
             scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
-        return ("sum", *exactness.MEANS) if scaled else (*exactness.MEANS, "sum")
+        return ("sum", *loss_weights.MEANS) if scaled else (*loss_weights.MEANS, "sum")
 
     def loss_shape(self, inputs: Inputs) -> LossShape:
         trainer = self.trainer

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from hfopt.oom.chunks import Inputs, take
-from hfopt.oom.replan import Refusal
+from hfopt.oom.split_batch import Inputs, take
+from hfopt.oom.step_down import Refusal
 
 RuleName = Literal["sum", "counted", "counted_unshifted", "attended", "samples"]
 MEANS: tuple[RuleName, ...] = ("counted", "samples", "counted_unshifted", "attended")

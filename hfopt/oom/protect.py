@@ -1,24 +1,39 @@
-"""What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last."""
+"""`protect(trainer)`: when memory runs out, the same step again in smaller pieces, at the same effective batch.
+
+What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last.
+
+`protect(trainer)`: when memory runs out, the same step again in smaller pieces, inside the step.
+
+The Trainer fetches all micro-batches of an optimizer step before it runs the first (`get_batch_samples`) and runs each with
+`training_step`. Both are wrapped on the trainer object. When a micro-batch fails, the error is let go (its traceback holds the tensors),
+the gradients are dropped, memory is cleared, the random generators are set back to the window's start, and the window is run again from
+its first micro-batch in pieces with the same `num_items_in_batch`. Nothing outside the step notices: the Trainer's counters are changed
+only after `training_step` returns.
+
+Limits: with dropout the pieces draw other masks than the whole would have. A process that cannot repeat its step (the optimizer had
+begun, FSDP, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last checkpoint.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from hfopt.facts import oom_errors
-from hfopt.oom import agreement, chunks, device, rng
-from hfopt.oom.agreement import PeerFailed, Ranks, Word
-from hfopt.oom.exactness import structural_refusal
-from hfopt.oom.fit import Fit
-from hfopt.oom.pace import Pace, after_window
-from hfopt.oom.pieces import Pieces
+from hfopt.facts.oom_errors import RAISED_AS
+from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, replay, split_batch
+from hfopt.oom.loss_weights import structural_refusal
+from hfopt.oom.micro_batch import Pieces
+from hfopt.oom.next_settings import Fit
+from hfopt.oom.rank_vote import PeerFailed, Ranks, Word
 from hfopt.oom.record import Settings, Sink
-from hfopt.oom.replan import Refusal
-from hfopt.oom.window import Window
+from hfopt.oom.replay import Window
+from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import MemoryModel, OomSeen, ReplanStep
 
 MOST_ATTEMPTS = 16  # per window: a batch of 4096 halves 12 times, and clearing and checkpointing come on top
@@ -69,7 +84,7 @@ class Guard:
             return self.pieces.whole(model, inputs, num_items_in_batch)
         self._begin(window, model)
         if self.scripts_accumulation is not None:
-            self.pieces.keep_scale(model, chunks.shallow_copy(inputs), num_items_in_batch, self.scripts_accumulation)
+            self.pieces.keep_scale(model, split_batch.shallow_copy(inputs), num_items_in_batch, self.scripts_accumulation)
             self.scripts_accumulation = None
         outcome = self._attempt(window, lambda: self._first_run(window, model, inputs, num_items_in_batch))
         while not isinstance(outcome, torch.Tensor):
@@ -97,7 +112,7 @@ class Guard:
 
     def _begin(self, window: Window, model: Any) -> None:
         if window.index == 0:
-            window.rng = rng.snapshot(self._device)
+            window.rng = replay.snapshot(self._device)
         window.counters = self.pieces.counters.snapshot()
         if self._ranks is not None:
             self._ranks.begin(model, window_begins=window.index == 0)
@@ -119,11 +134,11 @@ class Guard:
         ranks, window = self._ranks, self._window
         if ranks is None or window is None or not ranks.holding:
             return
-        word = ranks.agree(Word(size=window.size if window.failed and window.size is not None else agreement.WHOLE))
+        word = ranks.agree(Word(size=window.size if window.failed and window.size is not None else rank_vote.WHOLE))
         if not word.well:
             raise PeerFailed(word)
         ranks.exchange(loss)
-        if word.size != agreement.WHOLE:  # another rank had to go down in an earlier micro-batch: all remember the same
+        if word.size != rank_vote.WHOLE:  # another rank had to go down in an earlier micro-batch: all remember the same
             window.size, window.failed = word.size, True
 
     # ------------------------------------------------------------------------------------------ recovery
@@ -132,7 +147,7 @@ class Guard:
         """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""
         model.zero_grad()
         assert window.rng is not None
-        rng.restore(window.rng)
+        replay.restore(window.rng)
         for inputs in window.batches[: window.index]:
             self.pieces.run(model, inputs, num_items, window.size, syncs=False)
         self.pieces.counters.restore(window.counters)
@@ -143,7 +158,7 @@ class Guard:
         known = oom_errors.recognise(error)
         if known is None:
             return None
-        now = device.read(self._device)
+        now = device_memory.read(self._device)
         inputs = window.batches[window.index]
         size = self.pieces.size(inputs)
         seen = OomSeen(
@@ -166,7 +181,7 @@ class Guard:
     def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
         model.zero_grad()
-        device.clear(self._device)
+        device_memory.clear(self._device)
         if isinstance(failure, PeerFailed):
             word = failure.word
         else:
@@ -181,7 +196,7 @@ class Guard:
         if not word.without_checkpointing:
             self.fit.enable_checkpointing()
         window.failed = True
-        window.size = word.size if word.size != agreement.WHOLE else window.size
+        window.size = word.size if word.size != rank_vote.WHOLE else window.size
 
     def _own_word(self, window: Window, model: Any, num_items: Any, failure: Failure) -> Word:
         inputs = window.batches[window.index]
@@ -201,7 +216,7 @@ class Guard:
         assert step.candidate is not None
         size = step.candidate.per_device_batch
         return Word(
-            well=False, size=size if size < (self.pieces.size(inputs) or 1) else agreement.WHOLE, without_checkpointing=not _enables(step)
+            well=False, size=size if size < (self.pieces.size(inputs) or 1) else rank_vote.WHOLE, without_checkpointing=not _enables(step)
         )
 
     def on_escape(self, error: BaseException) -> None:
@@ -212,7 +227,7 @@ class Guard:
         self._told = True
         window = self._window
         after_backward = window is not None and window.done
-        now = device.read(self._device)
+        now = device_memory.read(self._device)
         seen = OomSeen(
             phase="optimizer" if after_backward else "unknown",
             step=self.trainer.state.global_step,
@@ -233,3 +248,59 @@ def _enables(step: ReplanStep) -> bool:
 def _length(inputs: Any) -> int | None:
     ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
     return int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
+
+
+AnyTrainer = TypeVar("AnyTrainer")
+_MARK = "_hfopt_guard"
+
+
+def protect(
+    trainer: AnyTrainer,
+    *,
+    memory: MemoryModel | None = None,
+    log: record.Sink | None = None,
+    settings: record.Settings | None = None,
+    settle_after: int = 3,
+    grow_after: int = 100,
+) -> AnyTrainer:
+    """Makes a Trainer (or any subclass of it) survive running out of memory; returns the same object.
+
+    `memory` is a plan's memory model, by which the next size is chosen. `log` takes an entry for each fallback, `settings` the settings
+    to start from next time (by default `config_replanned.yaml` in the output folder). A smaller size is kept once memory ran out in
+    `settle_after` of the last 20 steps; after `grow_after` steps without trouble the next larger one is tried.
+    """
+    if guard_of(trainer) is not None:
+        return trainer
+    wrapped: Any = trainer
+    guard = Guard(wrapped, memory=memory, log=log, settings=settings, settle_after=settle_after, grow_after=grow_after)
+    setattr(wrapped, _MARK, guard)
+    wrapped.get_batch_samples = guard.get_batch_samples
+    wrapped.training_step = guard.training_step
+    wrapped.prediction_step = evaluation_batches.protected(wrapped, guard)
+    wrapped.train = _ending_well(wrapped.train, guard)
+    return trainer
+
+
+def guard_of(trainer: Any) -> Guard | None:
+    guard: Guard | None = vars(trainer).get(_MARK)
+    return guard
+
+
+def refusal(trainer: Any) -> Refusal | None:
+    """Why the last micro-batch that failed could not be run in pieces, when it could not."""
+    guard = guard_of(trainer)
+    return guard.refusal if guard is not None else None
+
+
+def _ending_well(train: Any, guard: Guard) -> Any:
+    """An OOM outside a step (in the optimizer, in a callback, while saving) is left to the supervisor; the error stays the user's own."""
+
+    @functools.wraps(train)
+    def protected_train(*args: Any, **more: Any) -> Any:
+        try:
+            return train(*args, **more)
+        except RAISED_AS as error:
+            guard.on_escape(error)
+            raise
+
+    return protected_train

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hfopt.oom.replan import Refusal
+from hfopt.oom.step_down import Refusal
 
 Inputs = Any  # a dict, BatchEncoding or BatchFeature
 Rows = slice | Sequence[int]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfopt.oom import device, record
-from hfopt.oom.replan import Refusal, Situation, next_step
+from hfopt.oom import device_memory, record
+from hfopt.oom.step_down import Refusal, Situation, next_step
 from hfopt.schema import Candidate, Checkpointing, MemoryModel, OomSeen, Precision, ReplanStep
 
 
@@ -40,7 +40,7 @@ class Fit:
 
     def step_down(self, seen: OomSeen, *, refusal: Refusal | None, lost: str | None, cleared: bool) -> ReplanStep:
         """Decides, tells the user, writes it down."""
-        baseline = device.read(self._trainer.args.device).allocated_bytes
+        baseline = device_memory.read(self._trainer.args.device).allocated_bytes
         seen = OomSeen(**{**{name: getattr(seen, name) for name in OomSeen.__dataclass_fields__}, "baseline_bytes": baseline})
         step = next_step(
             Situation(

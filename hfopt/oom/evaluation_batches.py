@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.facts import oom_errors
-from hfopt.oom import chunks, device, exactness, record
-from hfopt.oom.exactness import Rule
-from hfopt.oom.replan import Refusal, next_size
+from hfopt.oom import device_memory, loss_weights, record, split_batch
+from hfopt.oom.loss_weights import Rule
+from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
 
@@ -59,13 +59,13 @@ class Evaluation:
 
         assert self.size is not None
         before = self.pieces.counters.snapshot()
-        parts = chunks.split(inputs, size, self.size)
+        parts = split_batch.split(inputs, size, self.size)
         sizes = [min(self.size, size - start) for start in range(0, size, self.size)]
         rule = self._rule.name if isinstance(self._rule, Rule) else "counted"
         shape = self.pieces.loss_shape(inputs)
-        shares = exactness.weights(rule, parts, sizes, shape)
+        shares = loss_weights.weights(rule, parts, sizes, shape)
         results = [self._one(model, part, options) for part in parts]
-        self.pieces.counters.merge_pieces(before, exactness.weights("counted", parts, sizes, shape))
+        self.pieces.counters.merge_pieces(before, loss_weights.weights("counted", parts, sizes, shape))
         losses = [result[0] * share for result, share in zip(results, shares, strict=True) if result[0] is not None and share]
         joined: list[Any] = [sum(losses[1:], losses[0]) if losses else None]
         for column in (1, 2):
@@ -77,9 +77,9 @@ class Evaluation:
         """None when it is no OOM or nothing is left to cut."""
         known = oom_errors.recognise(error)
         piece = min(self.size or size or 1, size or 1)
-        if known is None or piece == 1 or chunks.why_not(inputs, size) is not None:
+        if known is None or piece == 1 or split_batch.why_not(inputs, size) is not None:
             return None
-        now = device.read(self.trainer.args.device)
+        now = device_memory.read(self.trainer.args.device)
         return OomSeen(
             phase="evaluation",
             step=self.trainer.state.global_step,
@@ -91,7 +91,7 @@ class Evaluation:
         )
 
     def _step_down(self, model: Any, inputs: Any, seen: OomSeen, options: _Options, released: BaseException) -> None:
-        device.clear(self.trainer.args.device)
+        device_memory.clear(self.trainer.args.device)
         self._find_rule(model, inputs, options)
         if isinstance(self._rule, Refusal):
             record.tell(f"hfopt: out of memory in evaluation, and it cannot be run in pieces: {self._rule.reason}")
@@ -110,11 +110,11 @@ class Evaluation:
             loss = self._original(model, part, True, ignore_keys=options.ignore_keys, **options.more)[0]
             return None if loss is None else float(loss)
 
-        if loss_of(chunks.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
+        if loss_of(split_batch.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
             self._rule = Rule(name="samples", settled=True)
             return
         before = self.pieces.counters.snapshot()
-        self._rule = exactness.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*exactness.MEANS, "sum"))
+        self._rule = loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_weights.MEANS, "sum"))
         self.pieces.counters.restore(before)
 
 
