@@ -16,7 +16,7 @@ from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError, HfoptError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-PREPARE = "hfopt.launch.prepare:prepare"
+PREPARE = "hfopt.launch.attach:prepare"
 
 
 def run(
@@ -49,8 +49,8 @@ def run(
       hfopt run --plan-only -m package.train             only the plan, in OUTPUT_DIR/hfopt
       hfopt run --restarts 5 torchrun --nproc_per_node 4 train.py
     """
-    from hfopt.launch.launch import supervise
-    from hfopt.launch.run_options import RunOptions
+    from hfopt.launch.handoff import RunOptions
+    from hfopt.launch.supervisor import supervise
 
     if plan_only and dry_run:
         raise HfoptError("--plan-only and --dry-run exclude each other", hint="--dry-run plans too, and takes a few steps")

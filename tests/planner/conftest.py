@@ -20,8 +20,8 @@ import transformers
 import yaml
 
 from hfopt.cli.run import PREPARE
-from hfopt.launch.inside import install
-from hfopt.launch.run_options import VARIABLE, RunOptions
+from hfopt.launch.handoff import VARIABLE, RunOptions
+from hfopt.launch.trainer_hooks import install
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 

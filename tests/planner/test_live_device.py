@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.launch import trial_steps
+from hfopt.launch import apply_plan
 from hfopt.memory.step_memory import context_bytes
 from hfopt.planner import live
 from hfopt.planner.live import data_parallel_world, kept_keys, live_hardware
@@ -99,11 +99,11 @@ def test_ranks_that_share_a_sample_do_not_multiply_the_batch() -> None:
 
 def test_a_dry_run_whose_data_ends_early_says_so_with_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(trial_steps.record, "tell", told.append)
-    monkeypatch.setattr(trial_steps, "read", lambda device: SimpleNamespace(capacity_bytes=8 * GIB))
+    monkeypatch.setattr(apply_plan.record, "tell", told.append)
+    monkeypatch.setattr(apply_plan, "read", lambda device: SimpleNamespace(capacity_bytes=8 * GIB))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * GIB)
     state = SimpleNamespace(is_world_process_zero=True, global_step=2)
-    callback = trial_steps._callback(None)
+    callback = apply_plan._callback(None)
     for device, peak in (("cpu", ""), ("cuda", ", at most 2.00 GiB reserved of 8.00 GiB (measured)")):
         with pytest.raises(SystemExit) as stopped:
             callback.on_train_end(SimpleNamespace(device=torch.device(device)), state, None)

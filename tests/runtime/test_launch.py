@@ -19,8 +19,8 @@ from hfopt import process
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
-from hfopt.launch import launch
-from hfopt.launch.checkpoints import last_checkpoint
+from hfopt.launch import supervisor
+from hfopt.launch.supervisor import last_checkpoint
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 ROOT = Path(__file__).parents[2]
@@ -187,8 +187,8 @@ def test_a_process_killed_by_the_kernel_is_restarted_with_less(
     note = tmp_path / "handoff.json"
     settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers}
     (tmp_path / "handoff.json.alive").write_text(json.dumps({"output_dir": str(tmp_path / "out"), **settings}))
-    monkeypatch.setattr(launch, "oom_kills", lambda: Kills(own=5, system=5))
-    verdict = launch._verdict(note, 137, Kills(own=4, system=4))
+    monkeypatch.setattr(supervisor, "oom_kills", lambda: Kills(own=5, system=5))
+    verdict = supervisor._verdict(note, 137, Kills(own=4, system=4))
     assert verdict is not None
     assert verdict.changes == changes
     assert verdict.hopeless == (not changes)

@@ -16,10 +16,10 @@ from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hfopt.launch import prepare as preparing
-from hfopt.launch.files import effective_config
-from hfopt.launch.inside import ORDERS
-from hfopt.launch.settings import apply_changes
+from hfopt.launch import attach as preparing
+from hfopt.launch.apply_plan import apply_changes
+from hfopt.launch.attach import effective_config
+from hfopt.launch.trainer_hooks import ORDERS
 from hfopt.schema import Change
 
 pytestmark = pytest.mark.usefixtures("desk")
@@ -97,7 +97,7 @@ def test_liger_is_put_onto_the_model_below_its_adapters(tmp_path: Path, monkeypa
 def test_what_cannot_be_put_on_whole_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_in(tmp_path)
     before = dict(vars(trainer.args))
-    monkeypatch.setattr("hfopt.launch.settings._checkpoint", lambda trainer: 1 / 0)
+    monkeypatch.setattr("hfopt.launch.apply_plan._checkpoint", lambda trainer: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         apply_changes(trainer, changed(per_device_train_batch_size=8, gradient_checkpointing=True))
     assert vars(trainer.args) == before and trainer._train_batch_size == 2

@@ -1,4 +1,8 @@
-"""The supervisor: runs a training command unchanged and, when memory ends its process, starts it again from its last checkpoint.
+"""Runs a training command unchanged and, when memory ends it, starts it again from its last checkpoint.
+
+The checkpoint to resume from: the newest one of an output folder that was written to its end.
+
+The supervisor: runs a training command unchanged and, when memory ends its process, starts it again from its last checkpoint.
 
 Inside the process every Trainer is protected (`inside.py`), so most OOMs never come here. What does: the optimizer step, FSDP and ZeRO,
 an exchange of gradients that had begun, the kernel's OOM killer. The process leaves word in a file (what to change, which output folder);
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +24,28 @@ from typing import Any
 
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
-from hfopt.launch.checkpoints import last_checkpoint
-from hfopt.launch.run_options import VARIABLE, RunOptions
+from hfopt.launch.handoff import VARIABLE, RunOptions
 from hfopt.process import Child
+
+_NAME = re.compile(r"^checkpoint-(\d+)$")
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """A process killed while saving leaves a folder without a readable state: it is passed over."""
+    if not output_dir.is_dir():
+        return None
+    numbered = [(int(match[1]), entry) for entry in output_dir.iterdir() if (match := _NAME.match(entry.name)) and entry.is_dir()]
+    return next((entry for _, entry in sorted(numbered, reverse=True) if _complete(entry)), None)
+
+
+def _complete(folder: Path) -> bool:
+    """The Trainer writes weights, optimizer, generators and then the state, so a whole state means a whole checkpoint."""
+    try:
+        state = json.loads((folder / "trainer_state.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(state, dict) and "global_step" in state
+
 
 SITE = Path(__file__).parents[1] / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hfopt.launch.run_options import RunOptions
+from hfopt.launch.handoff import RunOptions
 from hfopt.oom import record
 from hfopt.oom.protect import guard_of, protect
 

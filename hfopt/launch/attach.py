@@ -1,4 +1,8 @@
-"""Before a Trainer trains: rank 0 plans from the live objects, every rank takes the plan, the monitor is put beside it.
+"""Before a Trainer trains: rank 0 plans from the live objects, every rank takes the plan, and files say what was done.
+
+What a planned run leaves in its output folder: `hfopt/plan.json`, `plan.txt` with the reasons, `config.yaml` as it trains.
+
+Before a Trainer trains: rank 0 plans from the live objects, every rank takes the plan, the monitor is put beside it.
 
 The random state, the arguments' identity and the model are the user's own: planning draws nothing, and values are set on the arguments
 the script already holds. A second `train()` of the same Trainer keeps what the first was given; each further Trainer is planned anew.
@@ -6,6 +10,8 @@ the script already holds. A second `train()` of the same Trainer keeps what the 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,16 +19,93 @@ from typing import Any
 
 from hfopt.compat import quietly
 from hfopt.errors import HfoptError
-from hfopt.launch import files, trial_steps
-from hfopt.launch.inside import orders_for
-from hfopt.launch.run_options import RunOptions
-from hfopt.launch.settings import apply_changes
+from hfopt.launch import apply_plan
+from hfopt.launch.apply_plan import apply_changes
+from hfopt.launch.handoff import RunOptions
+from hfopt.launch.trainer_hooks import orders_for
 from hfopt.oom import record
 from hfopt.oom.protect import guard_of
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
-from hfopt.redact import said
+from hfopt.redact import is_secret, said
 from hfopt.schema import Change
+
+PLAN, REPORT, CONFIG = "plan.json", "plan.txt", "config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """An earlier plan of this folder."""
+
+    changes: tuple[Change, ...]
+    divides_loss: bool
+
+
+def folder_of(args: Any) -> Path:
+    return Path(args.output_dir or ".") / "hfopt"
+
+
+def write_plan(folder: Path, plan: Plan, divides_loss: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    said = {**plan.to_json(), "divides_loss": divides_loss}
+    _write(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
+    _write(folder / REPORT, plan.report())
+
+
+def read_plan(folder: Path) -> Known | None:
+    try:
+        said = json.loads((folder / PLAN).read_text())
+        changes = tuple(Change(**entry) for entry in said["changes"])
+        return Known(changes=changes, divides_loss=bool(said.get("divides_loss")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_config(args: Any) -> None:
+    """The arguments in force, as a YAML that `TrainingArguments(**...)` takes: what differs from the defaults, without credentials."""
+    import yaml
+
+    folder = folder_of(args)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write(folder / CONFIG, yaml.safe_dump(effective_config(args), sort_keys=False, allow_unicode=True))
+
+
+def effective_config(args: Any) -> dict[str, Any]:
+    stated: dict[str, Any] = {}
+    for item in dataclasses.fields(args):
+        value = _plain(getattr(args, item.name, None))
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        if item.init and value is not None and value != _plain(default) and _writable(value) and not is_secret(item.name, value):
+            stated[item.name] = _without_credentials(value)
+    return stated
+
+
+def _without_credentials(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_credentials(entry) for key, entry in value.items() if not is_secret(str(key), entry)}
+    return [_without_credentials(entry) for entry in value if not is_secret("", entry)] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Enums as their words, sequences as lists."""
+    value = getattr(value, "value", value)
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple, set)) else value
+
+
+def _writable(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _writable(entry) for key, entry in value.items())
+    if isinstance(value, list):
+        return all(_writable(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _write(target: Path, text: str) -> None:
+    """Whole or not at all."""
+    new = target.with_name(f".{target.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(target)
+
 
 _MARK = "_hfopt_planned"
 _said: set[str] = set()
@@ -59,12 +142,12 @@ def prepare(trainer: Any, *, searching: bool) -> None:
         if guard is not None:
             guard.settings_changed()
     if leads:
-        files.write_config(trainer.args)
+        write_config(trainer.args)
     if options.mode == "plan_only":
         sys.exit(1 if decision.failed else 0)
     _watch(trainer, decision.plan)
     if options.mode == "dry_run":
-        trial_steps.arrange(trainer)
+        apply_plan.arrange(trainer)
 
 
 def _agreed(trainer: Any, options: RunOptions) -> Decision:
@@ -87,7 +170,7 @@ def _agreed(trainer: Any, options: RunOptions) -> Decision:
 
 
 def _decision(trainer: Any, options: RunOptions) -> Decision:
-    folder = files.folder_of(trainer.args)
+    folder = folder_of(trainer.args)
     if orders_for(trainer.args.output_dir) is not None:
         return _earlier(folder, trainer.args)
     try:
@@ -101,8 +184,8 @@ def _decision(trainer: Any, options: RunOptions) -> Decision:
         )
     decision = Decision(changes=plan.facts.changes, divides_loss=_divides(plan), plan=plan)
     try:
-        files.write_plan(folder, plan, decision.divides_loss)
-        where = f"; reasons in {folder / files.REPORT}"
+        write_plan(folder, plan, decision.divides_loss)
+        where = f"; reasons in {folder / REPORT}"
     except OSError as error:
         where = f"; the plan could not be written: {error}"
     return Decision(changes=decision.changes, divides_loss=decision.divides_loss, plan=plan, lines=tuple(_words(plan, where)))
@@ -124,7 +207,7 @@ def _planned(trainer: Any, options: RunOptions) -> Plan:
 
 def _earlier(folder: Path, args: Any) -> Decision:
     """A restarted run keeps the plan of its first start, under what the restart changed."""
-    known = files.read_plan(folder)
+    known = read_plan(folder)
     if known is None:
         return Decision()
     ordered = (orders_for(args.output_dir) or {}).get("changes", {})
