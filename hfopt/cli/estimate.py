@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_precision, complete_task, numbers, precision_of, task_of
-from hfopt.cli.options import Model, Section, TrustRemoteCode, Vram
+from hfopt.cli.options import (
+    LENGTHS_HELP,
+    ONE_TOKEN,
+    Model,
+    Section,
+    TrustRemoteCode,
+    Vram,
+    complete_gpu,
+    complete_precision,
+    complete_task,
+    numbers,
+    precision_of,
+    task_of,
+)
 from hfopt.cli.output import people
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import complete_gpu
+from hfopt.cli.options import complete_gpu
 
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 

@@ -1,13 +1,105 @@
-"""Options that several commands have: one name, one meaning, one text."""
+"""Options that several commands have, and words that must be one of a few.
+
+Words of the command line that must be one of a few: a wrong one is answered with those there are, and a shell completes them.
+
+Options that several commands have: one name, one meaning, one text.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from hfopt.cli.choices import complete_key
+from hfopt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hfopt.schema import Precision, Task
+
+
+LENGTHS_HELP = "Lengths of typical samples, each for the same share of the data: batches are padded to their own longest."
+ONE_TOKEN = "a sequence has at least one token"
+
+
+def task_of(text: str | None) -> Task | None:
+    from hfopt.schema import Task
+
+    return _chosen(text, get_args(Task), "--task")  # type: ignore[no-any-return]
+
+
+def precision_of(text: str | None) -> Precision | None:
+    from hfopt.schema import Precision
+
+    return _chosen(text, get_args(Precision), "--precision")  # type: ignore[no-any-return]
+
+
+def known_keys(keys: list[str]) -> frozenset[str]:
+    """Of `--keep`: keys of the installed TrainingArguments."""
+    from difflib import get_close_matches
+
+    from hfopt.facts.training_keys import installed
+
+    known = installed().fields
+    for key in keys:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "name a key of TrainingArguments, such as per_device_train_batch_size"
+            raise ConfigError(f"--keep {key}: not a key of TrainingArguments", hint=hint)
+    return frozenset(keys)
+
+
+def _chosen(text: str | None, able: tuple[str, ...], option: str) -> Any:
+    if text is None:
+        return None
+    word = text.strip().lower().replace("-", "_")
+    if word in able:
+        return word
+    raise ConfigError(f"{option} {text} is not known", hint=f"one of: {', '.join(able)}")
+
+
+def complete_gpu(incomplete: str) -> list[str]:
+    from hfopt.hardware.catalog import entries, shorthand
+
+    return _beginning(incomplete.lower(), (shorthand(entry.name) for entry in entries()))
+
+
+def complete_task(incomplete: str) -> list[str]:
+    from hfopt.schema import Task
+
+    return _beginning(incomplete, get_args(Task))
+
+
+def complete_precision(incomplete: str) -> list[str]:
+    from hfopt.schema import Precision
+
+    return _beginning(incomplete, get_args(Precision))
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """Of TrainingArguments."""
+    from hfopt.facts.training_keys import installed
+
+    return _beginning(incomplete, installed().fields)
+
+
+def _beginning(incomplete: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
+
+
+def numbers(option: str, text: str | None, *, least: str) -> tuple[int, ...]:
+    """'1,2,4' -> (1, 2, 4); `least` says why none may be below one."""
+    if text is None:
+        return ()
+    try:
+        found = tuple(int(part) for part in text.replace(" ", "").split(",") if part)
+    except ValueError:
+        raise ConfigError(f"{option} {text!r} is not a list of whole numbers", hint=f"write for example {option} 16,32,64") from None
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option} {text!r}: {least}", hint=f"write for example {option} 16,32,64")
+    return found
+
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")]
 Vram = Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")]

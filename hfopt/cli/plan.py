@@ -10,8 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import LENGTHS_HELP, ONE_TOKEN, complete_gpu, complete_task, known_keys, numbers, task_of
-from hfopt.cli.options import Allow, ConfigFile, Headroom, Keep, Model, Section, TrustRemoteCode, Vram, allowed
+from hfopt.cli.options import (
+    LENGTHS_HELP,
+    ONE_TOKEN,
+    Allow,
+    ConfigFile,
+    Headroom,
+    Keep,
+    Model,
+    Section,
+    TrustRemoteCode,
+    Vram,
+    allowed,
+    complete_gpu,
+    complete_task,
+    known_keys,
+    numbers,
+    task_of,
+)
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 

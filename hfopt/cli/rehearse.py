@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfopt.cli.choices import complete_gpu
+from hfopt.cli.options import complete_gpu
 from hfopt.cli.output import people
 
 if TYPE_CHECKING:

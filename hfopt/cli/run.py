@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hfopt.cli.choices import known_keys
-from hfopt.cli.options import Allow, Headroom, Keep, allowed
+from hfopt.cli.options import Allow, Headroom, Keep, allowed, known_keys
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError, HfoptError
 
