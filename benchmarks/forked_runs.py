@@ -1,6 +1,7 @@
 """Dry runs on the virtual GPU without an import each: one process imports torch and transformers, and forks once per run.
 
-The child of each fork is the product's own worker (`hfopt.probe.dry_run_worker`), given the card by its environment before it first asks for one.
+The child of each fork is the product's own worker (`hfopt.probe.dry_run_worker`), given the card by its environment before it
+first asks for one.
 `ForkedRuns` is the caller's side; `python forked_runs.py` is the process that forks, told one run per line on its standard input.
 """
 

@@ -3,7 +3,7 @@
 A small Llama trains on the CPU in float64 with batch 16 × accumulation 4 for 20 steps; in step 7 memory "runs out" (an OutOfMemoryError
 is raised in the third micro-batch) for any piece of more than 14 samples, and never again. Counted: the global steps the run fell back by,
 the effective batch afterwards, samples that went into optimizer steps, the final loss and weights
-against the undisturbed run, and the time. All of it rests on the CPU and an injected error; tests/runtime/test_shortage.py has real ones.
+against the undisturbed run, and the time. All of it rests on the CPU and an injected error; tests/oom/test_shortage.py has real ones.
 
 usage: python benchmarks/oom_recovery.py        the last line is JSON
 """

@@ -18,8 +18,6 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 
 @contextmanager
 def quietly() -> Iterator[None]:
@@ -49,6 +47,8 @@ def installed_torch() -> tuple[int, int]:
 
 
 def tf32_is_on() -> bool:
+    import torch
+
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):  # torch 2.9; it tells what either setting said
         return bool(matmul.fp32_precision == "tf32")
@@ -57,6 +57,8 @@ def tf32_is_on() -> bool:
 
 def set_tf32(on: bool) -> None:
     """By the setting that this transformers uses."""
+    import torch
+
     try:
         from transformers.utils.import_utils import enable_tf32
     except ImportError:

@@ -1,7 +1,7 @@
 """The child of a dry run: imports and builds what it can, waits for the candidate, and has it measured.
 
-Started by dryrun.py as `python -m hfopt.probe.dry_run_worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe FOLDER/candidate, and
-writes FOLDER/trial.json.
+Started by dry_run.py as `python -m hfopt.probe.dry_run_worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe
+FOLDER/candidate, and writes FOLDER/trial.json.
 """
 
 from __future__ import annotations

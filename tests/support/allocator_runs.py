@@ -1,6 +1,6 @@
 """Random requests to PyTorch's own CUDA caching allocator on the virtual GPU, and what it then holds: what the simulation is held against.
 
-usage: python tests/support/allocator_runs.py VERSION > tests/estimate/allocator_runs.json        PyTorch's, such as 2.15
+usage: python tests/support/allocator_runs.py VERSION > tests/memory/allocator_runs.json        PyTorch's, such as 2.15
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "scripts" / "counted.py"
 PER_RANK = 2 * 4  # the script's batch and accumulation
 

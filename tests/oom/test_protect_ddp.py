@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "ranks.py"
+PROGRAM = Path(__file__).parent / "protected_ranks.py"
 ROOT = Path(__file__).parents[2]
 
 # place "step,micro-batch" -> [rank, phase, samples that fit]; with accumulation 3, micro-batch 2 is the one that exchanges gradients

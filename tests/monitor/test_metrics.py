@@ -10,7 +10,7 @@ from watched import card, window
 
 from hfopt.monitor.metrics import KEYS, PREFIX, find_callers, metrics, put_last
 
-DOCS = Path(__file__).parents[3] / "docs" / "monitor.md"
+DOCS = Path(__file__).parents[2] / "docs" / "monitor.md"
 
 
 def test_every_key_is_documented_as_it_is() -> None:

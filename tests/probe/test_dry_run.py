@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child_process, dry_run
+from hfopt.probe import child_process
+from hfopt.probe import dry_run as module
 from hfopt.probe.dry_run import Extent, Prepared, dry_run
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
 from hfopt.units import GIB, MIB
@@ -128,9 +129,9 @@ def test_a_killed_child_leaves_a_message_and_nothing_else(moment_s: float, tiny_
 def test_the_end_of_a_child_that_said_nothing(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("Traceback\nImportError: no torch\n")
-    died = dry_run._how_it_died(child_process.Ended(reason="exit", returncode=1, wall_s=1), log)
+    died = module._how_it_died(child_process.Ended(reason="exit", returncode=1, wall_s=1), log)
     assert died == "the dry run ended with exit code 1: ImportError: no torch"
-    assert "signal 11" in dry_run._how_it_died(child_process.Ended(reason="exit", returncode=-11, wall_s=1), log)
+    assert "signal 11" in module._how_it_died(child_process.Ended(reason="exit", returncode=-11, wall_s=1), log)
 
 
 def test_a_virtual_run_needs_a_card(tiny_job: TrainJob) -> None:
@@ -147,7 +148,7 @@ def test_the_parent_stays_light() -> None:
 
 @pytest.mark.parametrize("moment_s", [0.0, 1.5])
 def test_a_prepared_child_that_is_never_asked_leaves_nothing(moment_s: float, tiny_job: TrainJob, scratch: Path) -> None:
-    prepared = dry_run.Prepared(tiny_job, device="cpu")
+    prepared = module.Prepared(tiny_job, device="cpu")
     time.sleep(moment_s)
     prepared.close()
     assert _workers(scratch) == []
@@ -156,7 +157,7 @@ def test_a_prepared_child_that_is_never_asked_leaves_nothing(moment_s: float, ti
 
 @pytest.mark.slow
 def test_a_prepared_child_is_told_later(tiny_job: TrainJob, scratch: Path) -> None:
-    with dry_run.Prepared(tiny_job, device="cpu") as prepared:
+    with module.Prepared(tiny_job, device="cpu") as prepared:
         time.sleep(0.5)
         trial = prepared.run(CANDIDATE, timeout_s=200)
     assert trial.outcome == "ok" and trial.candidate == CANDIDATE, trial.message
