@@ -31,7 +31,7 @@ from hfopt.model.sources import architectures
 from hfopt.schema import LengthSpread
 from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.recorder import Trace
-from hfopt.trace.tracer import Session, Tracer
+from hfopt.trace.tracer import Tracer, TraceSession
 from hfopt.units import MIB
 
 ITERATIONS = 4
@@ -117,8 +117,8 @@ def make_optimizer(name: str, parameters: Any) -> Any:
     return getattr(torch.optim, name)(parameters, lr=1e-3, foreach=True)
 
 
-def loop(optimizer_name: str, zero_grad: str, precision: str = "fp32") -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+def loop(optimizer_name: str, zero_grad: str, precision: str = "fp32") -> Callable[[TraceSession], None]:
+    def script(session: TraceSession) -> None:
         optimizer = make_optimizer(optimizer_name, session.model.parameters())
         scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
         autocast = torch.autocast("cpu", dtype=AUTOCAST.get(precision), enabled=precision in AUTOCAST)
@@ -169,7 +169,9 @@ class Curves:
         return self._curves[key]
 
 
-def _varying(tracer: Tracer, script: Callable[[Session], None], timeline: Timeline, full: Trace, longest: int) -> VaryingLengths | None:
+def _varying(
+    tracer: Tracer, script: Callable[[TraceSession], None], timeline: Timeline, full: Trace, longest: int
+) -> VaryingLengths | None:
     """None where a shorter batch is not the same sequence of events, or the batches are too short to be any shorter."""
     length = shorter_length(longest)
     if length is None:

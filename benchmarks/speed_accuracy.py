@@ -27,7 +27,7 @@ from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import BatchShape, OpCost, Workload
 from hfopt.speed.device_speed import Speed, speed_of
-from hfopt.speed.step_time import Ranks, StepTimer
+from hfopt.speed.step_time import RankTraffic, StepTimer
 
 DATA = Path(__file__).parent / "data" / "published_speed.csv"
 CLEARLY = 1.10  # pairs further apart than this must be in the right order
@@ -159,12 +159,12 @@ def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
     )
 
 
-def _ranks(case: Case, made: Kernels) -> Ranks:
+def _ranks(case: Case, made: Kernels) -> RankTraffic:
     """Sharded: gathered for forward and backward, reduced, in every micro-batch. Else the gradients once, there and back."""
     share = (case.world_size - 1) / case.world_size
     if case.sharded:
-        return Ranks(world_size=case.world_size, micro_batch_bytes=(2 * made.parameter_bytes + made.gradient_bytes) * share)
-    return Ranks(world_size=case.world_size, step_bytes=2 * made.gradient_bytes * share)
+        return RankTraffic(world_size=case.world_size, micro_batch_bytes=(2 * made.parameter_bytes + made.gradient_bytes) * share)
+    return RankTraffic(world_size=case.world_size, step_bytes=2 * made.gradient_bytes * share)
 
 
 def _share(op: OpCost, world_size: int) -> OpCost:

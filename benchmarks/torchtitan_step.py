@@ -23,7 +23,7 @@ from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
 from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.fsdp import ShardRecorder, fake_world, local
-from hfopt.trace.tracer import Session, Tracer
+from hfopt.trace.tracer import Tracer, TraceSession
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256
 KEPT = {
@@ -58,7 +58,7 @@ def sharded(workload: Workload, mesh: Any) -> Any:
     return fully_shard(model, reshard_after_forward=True, **options)
 
 
-def step(session: Session) -> None:
+def step(session: TraceSession) -> None:
     model, recorder = session.model, session.recorder
     pairs = [(parameter, local(parameter)) for parameter in model.parameters()]
     optimizer = torch.optim.AdamW([shard for _, shard in pairs], lr=3e-4, fused=True)

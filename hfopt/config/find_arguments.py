@@ -58,7 +58,7 @@ class Section:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class SectionLayout:
     """The section that is meant, those that add to it, and its rivals. main=None: several profiles and nothing says which."""
 
     main: Section | None
@@ -85,29 +85,29 @@ def real_keys(present: Installed) -> frozenset[str]:
     return frozenset({*present.fields, *present.seq2seq, *GONE, *NEWER})
 
 
-def find(document: Document, present: Installed, section: str | None) -> Layout:
+def find(document: Document, present: Installed, section: str | None) -> SectionLayout:
     candidates = list(_candidates(document, real_keys(present)))
     if section is not None:
         main = _asked_for(document, section, candidates)
-        return Layout(
+        return SectionLayout(
             main=main,
             rivals=tuple(other for other in candidates if other is not main and _share(other, main) and not _inside(main, other)),
             asked=True,
         )
     found = [candidate for candidate in candidates if candidate.score >= 2]
     if not found:
-        return Layout(main=None)
+        return SectionLayout(main=None)
     best = max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
     best = next((other for other in found if _inside(best, other) and _share(best, other)), best)  # what holds it comes first
     rivals = [other for other in found if other is not best and _share(other, best)]
     if not rivals:
-        return Layout(main=best, added=_adding(best, candidates))
+        return SectionLayout(main=best, added=_adding(best, candidates))
     chosen, why = _choose([best, *rivals], document.data)
     if chosen is None:
-        return Layout(main=None, rivals=tuple(sorted((best, *rivals), key=lambda one: one.node.start)))
+        return SectionLayout(main=None, rivals=tuple(sorted((best, *rivals), key=lambda one: one.node.start)))
     around = tuple(other for other in (best, *rivals) if _inside(chosen, other))
     others = tuple(other for other in (best, *rivals) if other is not chosen and other not in around)
-    return Layout(main=chosen, around=around, why=why, rivals=others)
+    return SectionLayout(main=chosen, around=around, why=why, rivals=others)
 
 
 def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:

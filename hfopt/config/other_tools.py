@@ -23,7 +23,7 @@ from hfopt.config.training_arguments import BATCH
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class ToolSpelling:
     """How a tool says one argument: its key, and its value for each value of ours (None: the same value)."""
 
     key: str
@@ -38,7 +38,7 @@ class Dialect:
     name: str
     text_costs: Mapping[str, Severity] = field(default_factory=dict)  # by finding: text that the tool converts itself is no error
     still_takes: frozenset[str] = frozenset()  # keys gone from transformers that it keeps
-    words: Mapping[str, Word] = field(default_factory=dict)
+    words: Mapping[str, ToolSpelling] = field(default_factory=dict)
 
 
 PLAIN = Dialect(name="HfArgumentParser")
@@ -48,9 +48,9 @@ LLAMA_FACTORY = Dialect(
     text_costs={"number_as_string": "note"},
     still_takes=frozenset({"overwrite_output_dir"}),
     words={
-        "gradient_checkpointing": Word(key="disable_gradient_checkpointing", values={True: False, False: True}),
-        "use_liger_kernel": Word(key="enable_liger_kernel"),
-        "attn_implementation": Word(key="flash_attn", values={"flash_attention_2": "fa2", "eager": "disabled"}),
+        "gradient_checkpointing": ToolSpelling(key="disable_gradient_checkpointing", values={True: False, False: True}),
+        "use_liger_kernel": ToolSpelling(key="enable_liger_kernel"),
+        "attn_implementation": ToolSpelling(key="flash_attn", values={"flash_attention_2": "fa2", "eager": "disabled"}),
     },
 )
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.find_arguments import Layout, Section, find
+from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.lookup import Facts, whole_number
 from hfopt.config.model_and_data import read_data, read_model, trainer_kind
-from hfopt.config.other_tools import Dialect, Word, dialect_of, implied, tool_of
+from hfopt.config.other_tools import Dialect, ToolSpelling, dialect_of, implied, tool_of
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
-from hfopt.config.validate import Found, SectionReader, check_together
+from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import Installed, installed
@@ -31,7 +31,7 @@ class Home:
 
     path: NodePath
     key: str
-    word: Word | None = None  # the tool's own way to say it
+    word: ToolSpelling | None = None  # the tool's own way to say it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +40,9 @@ class Loaded:
     problems: tuple[Problem, ...]
     source: bytes
     document: Document
-    layout: Layout
+    layout: SectionLayout
     homes: Mapping[str, Home]  # by the argument's current name
-    found: tuple[Found, ...]  # the findings about keys, with what --upgrade does about them
+    found: tuple[FoundProblem, ...]  # the findings about keys, with what --upgrade does about them
 
     @property
     def transformers_version(self) -> str:
@@ -76,14 +76,14 @@ def load_document(document: Document, *, section: str | None = None, world_size:
 class _Reading:
     """One pass over the sections that count."""
 
-    def __init__(self, document: Document, layout: Layout, present: Installed, world_size: int) -> None:
+    def __init__(self, document: Document, layout: SectionLayout, present: Installed, world_size: int) -> None:
         self.document, self.layout, self.present, self.world_size = document, layout, present, world_size
         self.facts = Facts(document.data, near=layout.main.path if layout.main else (), left_out=layout.other_branches())
 
     def loaded(self) -> Loaded:
         args: dict[str, Any] = {}
         homes: dict[str, Home] = {}
-        found: list[Found] = []
+        found: list[FoundProblem] = []
         trainer = trainer_kind(self.facts, self.document.path)
         dialect = dialect_of(self.facts, trainer)
         for section in self.layout.checked:
@@ -182,7 +182,7 @@ class _Reading:
             )
 
 
-def _unusable(found: list[Found]) -> Iterator[Found]:
+def _unusable(found: list[FoundProblem]) -> Iterator[FoundProblem]:
     codes = {"unresolved", "wrong_type", "bad_value", "null_value"}
     yield from (item for item in found if item.problem.code in codes and item.problem.severity == "error")
 

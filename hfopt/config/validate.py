@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from hfopt.config.argument_values import Severity, Verdict, judge
+from hfopt.config.argument_values import Severity, ValueVerdict, judge
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import Facts
 from hfopt.config.model_and_data import Trainer
 from hfopt.config.other_tools import Dialect
 from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
-from hfopt.config.yaml_document import Document, Entry
+from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
 from hfopt.facts.training_keys import Field, Installed
 from hfopt.redact import HIDDEN, is_secret, shown
@@ -32,7 +32,7 @@ _FOREIGN_VALUE = frozenset({"wrong_type", "unknown_value", "removed_value", "unr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundProblem:
     """A finding; `repair` is what `--upgrade` does about it."""
 
     problem: Problem
@@ -44,7 +44,7 @@ class Read:
     """What a section came to: its arguments under their current names, where each stands, and the findings."""
 
     args: Mapping[str, Any]
-    found: tuple[Found, ...]
+    found: tuple[FoundProblem, ...]
 
 
 class SectionReader:
@@ -55,7 +55,7 @@ class SectionReader:
         self.values: dict[str, Any] = document.value(section.path)
         self.dialect = dialect
         self.args: dict[str, Any] = {}
-        self.found: list[Found] = []
+        self.found: list[FoundProblem] = []
 
     def read(self) -> Read:
         for key, value in self.values.items():
@@ -84,14 +84,14 @@ class SectionReader:
         elif key not in known_elsewhere() and not isinstance(value, dict):
             self._read_unknown(key, value)
 
-    def _take(self, key: str, written: str, verdict: Verdict) -> None:
+    def _take(self, key: str, written: str, verdict: ValueVerdict) -> None:
         if is_secret(written, verdict.usable):
             message = f"{written} is written out in the file: whoever has the file has the account"
             self._say(written, "secret", "warning", message, "drop the line and run `hf auth login`, or set HF_TOKEN")
         elif verdict.usable is not None:
             self.args[key] = verdict.usable
 
-    def _judge(self, key: str, written: str, value: Any, field: Field) -> Verdict:
+    def _judge(self, key: str, written: str, value: Any, field: Field) -> ValueVerdict:
         value = resolve(value, self.document.data)
         verdict = judge(key, value, field)
         cost = self.dialect.text_costs.get(verdict.code or "")
@@ -178,14 +178,14 @@ class SectionReader:
             message = f"{key} is not a key of TrainingArguments, which refuses keys it does not know"
             self._say(key, "unknown_key", "warning", message, "move it to a section of its own")
 
-    def _duplicates(self) -> Iterator[Found]:
-        seen: dict[str, Entry] = {}
+    def _duplicates(self) -> Iterator[FoundProblem]:
+        seen: dict[str, YamlEntry] = {}
         for entry in self.section.node.entries:
             if entry.key and entry.key in seen and not entry.merge:
                 first = self.document.place(seen[entry.key].key_start)
                 message = f"{entry.key} is set twice, first in line {first.line}; the last one wins"
                 place = self.document.place(entry.key_start)
-                yield Found(
+                yield FoundProblem(
                     problem=Problem(severity="warning", code="duplicate_key", key=entry.key, place=place, message=message, fix="drop one")
                 )
             seen[entry.key] = entry
@@ -195,7 +195,7 @@ class SectionReader:
         entry = definer.find(key) if definer is not None else None
         place = self.document.place(entry.key_start if entry is not None else self.section.node.start)
         problem = Problem(severity=severity, code=code, key=key, place=place, message=message, fix=fix)
-        self.found.append(Found(problem=problem, repair=repair))
+        self.found.append(FoundProblem(problem=problem, repair=repair))
 
 
 def resolve(value: Any, data: dict[str, Any], depth: int = 0) -> Any:
@@ -230,7 +230,7 @@ def _brief(key: str, value: Any) -> str:
 PlaceOf = Callable[[str], Place]
 
 
-def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, world_size: int, place_of: PlaceOf) -> Iterator[Found]:
+def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, world_size: int, place_of: PlaceOf) -> Iterator[FoundProblem]:
     if args.get("fp16") is True and args.get("bf16") is True:
         yield _found(
             "error",
@@ -253,7 +253,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
         yield _found("error", "conflict", "dataloader_prefetch_factor", place_of, message, "dataloader_num_workers: 2")
 
 
-def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[Found]:
+def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[FoundProblem]:
     if args.get("load_best_model_at_end") is not True:
         return
     saving, evaluating = args.get("save_strategy", "steps"), args.get("eval_strategy", "no")
@@ -271,7 +271,7 @@ def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[Fo
         )
 
 
-def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, place_of: PlaceOf) -> Iterator[Found]:
+def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, place_of: PlaceOf) -> Iterator[FoundProblem]:
     """What GRPOConfig refuses: per device × world × steps_per_generation (default: the accumulation) must be a multiple of
     num_generations, a stated generation_batch_size one of the global batch too."""
     yield from _refused_by_grpo(args, facts, place_of)
@@ -302,7 +302,7 @@ def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, p
         yield _found("warning", "not_divisible", "num_generations", place_of, message, fix)
 
 
-def _refused_by_grpo(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[Found]:
+def _refused_by_grpo(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[FoundProblem]:
     if facts.whole("generation_batch_size") and facts.whole("steps_per_generation"):
         message = "generation_batch_size and steps_per_generation are both set; GRPOConfig takes one of them"
         yield _found("error", "conflict", "generation_batch_size", place_of, message, "drop one of them")
@@ -314,7 +314,7 @@ def _refused_by_grpo(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -
         yield _found("error", "conflict", "auto_find_batch_size", place_of, message, "drop the line; `hfopt run` survives a shortage")
 
 
-def _check_neighbours(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[Found]:
+def _check_neighbours(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[FoundProblem]:
     """KTO's KL term pairs each prompt with its neighbour's completion, within the micro-batch."""
     if facts.text("loss_type") == "apo_zero_unpaired":
         return
@@ -327,12 +327,12 @@ def _check_neighbours(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) 
         yield _found("error", "bad_value", BATCH, place_of, message, f"{BATCH}: 2, with half the {ACCUMULATION}")
 
 
-def _check_rows(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[Found]:
+def _check_rows(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[FoundProblem]:
     """padding_free lays the samples of a batch in one row, where nothing cuts them; packing cuts and fills the rows itself."""
     if facts.true("padding_free") and not facts.true("packing") and facts.whole("max_length", "max_seq_length") is not None:
         message = "padding_free without packing does not enforce max_length: a longer sample takes more memory than planned"
         yield _found("warning", "conflict", "padding_free", place_of, message, "packing: true, or cut the samples beforehand")
 
 
-def _found(severity: Any, code: str, key: str, place_of: PlaceOf, message: str, fix: str | None) -> Found:
-    return Found(problem=Problem(severity=severity, code=code, key=key, place=place_of(key), message=message, fix=fix))
+def _found(severity: Any, code: str, key: str, place_of: PlaceOf, message: str, fix: str | None) -> FoundProblem:
+    return FoundProblem(problem=Problem(severity=severity, code=code, key=key, place=place_of(key), message=message, fix=fix))

@@ -38,10 +38,10 @@ class Node:
     flow: bool = False
     tag: str = ""
     anchor: str | None = None
-    entries: tuple[Entry, ...] = ()  # of a mapping
+    entries: tuple[YamlEntry, ...] = ()  # of a mapping
     items: tuple[Use, ...] = ()  # of a sequence
 
-    def find(self, key: str) -> Entry | None:
+    def find(self, key: str) -> YamlEntry | None:
         """The entry that counts: PyYAML lets the last one win."""
         return next((entry for entry in reversed(self.entries) if entry.key == key and not entry.merge), None)
 
@@ -69,7 +69,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class YamlEntry:
     key: str
     key_start: int
     key_end: int
@@ -328,11 +328,11 @@ class _Tree:
             return Use(node, alias.start_mark.index, alias.end_mark.index, alias.anchor)
         return Use(node, node.start, node.end)
 
-    def _entry(self, parent: Any, position: int, key: Any, value: Any) -> Entry:
+    def _entry(self, parent: Any, position: int, key: Any, value: Any) -> YamlEntry:
         alias = self.loader.aliases.get((id(parent), position, True))
         marks = (alias.start_mark, alias.end_mark) if alias is not None else (key.start_mark, key.end_mark)
         name = key.value if isinstance(key, yaml.ScalarNode) and key.tag == STRING_TAG else ""  # other keys are never ours
-        return Entry(name, marks[0].index, marks[1].index, self._use(parent, position, value), merge=key.tag == MERGE_TAG)
+        return YamlEntry(name, marks[0].index, marks[1].index, self._use(parent, position, value), merge=key.tag == MERGE_TAG)
 
 
 def _last_end(uses: Any, start: int) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 from hfopt.config.argument_values import same
 from hfopt.config.read_job import Loaded
 from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH
-from hfopt.config.yaml_document import Document, Entry, NodePath, parse
+from hfopt.config.yaml_document import Document, NodePath, YamlEntry, parse
 from hfopt.config.yaml_splices import Operation, Splicer
 from hfopt.errors import ConfigError
 from hfopt.schema import Change, Place
@@ -59,7 +59,7 @@ def _stale(document: Document, operation: Operation) -> Iterator[StaleComment]:
             yield StaleComment(key=operation.key, place=document.place(offset), comment=comment, old_value=old)
 
 
-def _comments_about(document: Document, entry: Entry) -> Iterator[tuple[int, str]]:
+def _comments_about(document: Document, entry: YamlEntry) -> Iterator[tuple[int, str]]:
     """The comment on the entry's line, those above that name its key, and sums about the batch wherever they stand."""
     text = document.text
     comment = comment_after(text, entry.value.end)

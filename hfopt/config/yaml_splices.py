@@ -21,7 +21,7 @@ import yaml
 
 from hfopt.config.argument_values import same, spelled_float
 from hfopt.config.training_arguments import kin
-from hfopt.config.yaml_document import Document, Entry, Node, NodePath, Use
+from hfopt.config.yaml_document import Document, Node, NodePath, Use, YamlEntry
 from hfopt.errors import ConfigError
 
 
@@ -143,11 +143,11 @@ class Style:
             return ":" + " " * max(1, columns.pop() - entry_column - len(key) - 1)
         return ": "
 
-    def _on_one_line(self, entry: Entry) -> bool:
+    def _on_one_line(self, entry: YamlEntry) -> bool:
         between = self.text[entry.key_end : entry.value.start]
         return bool(between) and "\n" not in between and "\r" not in between
 
-    def key_like(self, entry: Entry, name: str) -> str:
+    def key_like(self, entry: YamlEntry, name: str) -> str:
         """A key, in the quotes of another."""
         quote = self.text[entry.key_start : entry.key_start + 1]
         return f"{quote}{name}{quote}" if quote in ("'", '"') else name
@@ -224,12 +224,12 @@ class Splicer:
         lines = [f"{indent}<<: {alias}", *(line for key, value in pairs for line in self._block_lines(use.node, key, value, indent))]
         self._replace(self._after_colon(entry), use.end, "".join(self.newline + line for line in lines))
 
-    def _after_colon(self, entry: Entry) -> int:
+    def _after_colon(self, entry: YamlEntry) -> int:
         return self.text.index(":", entry.key_end) + 1
 
     # ------------------------------------------------------------------ set
 
-    def _set(self, node: Node, entry: Entry, value: Any, before: Any) -> None:
+    def _set(self, node: Node, entry: YamlEntry, value: Any, before: Any) -> None:
         use = entry.value
         old = use.node
         if (
@@ -293,7 +293,7 @@ class Splicer:
         else:
             self._replace(following.end(), following.end(), "".join(line + following[0] for line in lines), depth=len(indent))
 
-    def _entry_start(self, entry: Entry) -> int:
+    def _entry_start(self, entry: YamlEntry) -> int:
         """Where the entry begins: at its key, or at the question mark before it."""
         before = self.text[: entry.key_start].rstrip(" \t")
         return len(before.removesuffix("?")) if before.endswith("?") else entry.key_start
@@ -308,7 +308,7 @@ class Splicer:
         match = _NEWLINE.search(self.text, offset)
         return match.start() if match is not None else len(self.text)
 
-    def _add_in_flow(self, node: Node, neighbour: Entry, key: str, value: Any) -> None:
+    def _add_in_flow(self, node: Node, neighbour: YamlEntry, key: str, value: Any) -> None:
         json_style = self._is_json(node)
         new = f"{self.style.key_like(neighbour, key)}: {self.style.value(value, node, json_style=json_style)}"
         indent = re.search(r"(?:\r\n|\r|\n)[ \t]*\Z", self.text[: neighbour.key_start])
@@ -356,13 +356,13 @@ class Splicer:
             else:
                 self._remove_lines(entries, position)
 
-    def _remove_in_flow(self, entries: list[Entry], position: int) -> None:
+    def _remove_in_flow(self, entries: list[YamlEntry], position: int) -> None:
         if position + 1 < len(entries):
             self._replace(entries[position].key_start, entries[position + 1].key_start, "")
         else:
             self._replace(entries[position - 1].value.end, entries[position].value.end, "")
 
-    def _remove_lines(self, entries: list[Entry], position: int) -> None:
+    def _remove_lines(self, entries: list[YamlEntry], position: int) -> None:
         entry = entries[position]
         begin = self._entry_start(entry)
         line_start = self.document.line_starts[self.document.place(begin).line - 1]

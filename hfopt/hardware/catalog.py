@@ -100,7 +100,7 @@ PCIE_BYTES_PER_S_PER_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.9
 """One direction, after 8b/10b (1, 2), 128b/130b (3 to 5) or FLIT (6) coding: PCI Express Base Specification 6.0."""
 
 
-class Entry:
+class CatalogEntry:
     """A card and every name it goes by. `figures` are the arguments of schema.Gpu, so that listing cards need not load the schema."""
 
     def __init__(self, figures: Mapping[str, Any], nvml_names: Iterable[str]) -> None:
@@ -130,14 +130,14 @@ def table() -> Mapping[str, Any]:
 
 
 @cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CatalogEntry, ...]:
     """Every card, in the file's order."""
     architectures = table()["architectures"]
     return tuple(_entry(card, architectures[card["architecture"]]) for card in table()["cards"])
 
 
 @cache
-def mig_entries() -> tuple[Entry, ...]:
+def mig_entries() -> tuple[CatalogEntry, ...]:
     """The MIG instances of the cards that can be split, as cards of their own."""
     whole = {entry.name: entry for entry in entries()}
     return tuple(
@@ -154,7 +154,7 @@ def driver_reserve_mib(memory_mib: int) -> float:
     return float(min(reserve["fixed_mib"] + reserve["share"] * memory_mib, reserve["most_mib"]))
 
 
-def _instance(card: Entry, profile: str, share: tuple[int, int, int], group: Mapping[str, Any]) -> Entry:
+def _instance(card: CatalogEntry, profile: str, share: tuple[int, int, int], group: Mapping[str, Any]) -> CatalogEntry:
     """An instance's share of the card: SMs for the peaks, memory slices for the bandwidth."""
     mib, sms, slices = share
     of_card = card.figures
@@ -170,10 +170,10 @@ def _instance(card: Entry, profile: str, share: tuple[int, int, int], group: Map
         "mig": True,
         "source": group["source"],
     }
-    return Entry(figures, [f"{name} MIG {profile}" for name in card.names[1:]])
+    return CatalogEntry(figures, [f"{name} MIG {profile}" for name in card.names[1:]])
 
 
-def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
+def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> CatalogEntry:
     boost_hz, tensor_hz = card["boost_mhz"] * 1e6, card.get("tensor_mhz", card["boost_mhz"]) * 1e6
     figures = {
         "name": card["name"],
@@ -193,7 +193,7 @@ def _entry(card: Mapping[str, Any], architecture: Mapping[str, Any]) -> Entry:
         "catalog_name": card["name"],
         "source": card["source"],
     }
-    return Entry(figures, card.get("nvml", ()))
+    return CatalogEntry(figures, card.get("nvml", ()))
 
 
 class UnknownCardError(HardwareError):
@@ -218,7 +218,7 @@ def find(name: str) -> Gpu:
     return lookup(name).gpu
 
 
-def matching(name: str) -> tuple[Entry, ...]:
+def matching(name: str) -> tuple[CatalogEntry, ...]:
     """All cards the name fits equally well, at least one."""
     found = _candidates(name)
     if not found:
@@ -270,7 +270,7 @@ def nearest(name: str, count: int = 5) -> tuple[str, ...]:
 
     wanted = without_size(words(name)) or {name.lower()[:64]}
 
-    def likeness(entry: Entry) -> float:
+    def likeness(entry: CatalogEntry) -> float:
         """How well each word asked for is met by the card's best one, less a little for words that were not asked for."""
         has = without_size(words(entry.name))
         met = sum(max(SequenceMatcher(None, word, other).ratio() for other in has) for word in wanted) / len(wanted)
@@ -279,7 +279,7 @@ def nearest(name: str, count: int = 5) -> tuple[str, ...]:
     return tuple(entry.name for entry in sorted(entries(), key=likeness, reverse=True)[:count])
 
 
-def _candidates(name: str) -> list[Entry]:
+def _candidates(name: str) -> list[CatalogEntry]:
     """Entries that the name fits, the best kind of fit only: the full name, the same words, the same but for the size, more words.
 
     A size may stand for a card's memory though its name has none ('3090 24GB'); in the name of a MIG instance it is the whole card's.
@@ -292,7 +292,7 @@ def _candidates(name: str) -> list[Entry]:
     else:
         size, core = size_gb(wanted), without_size(wanted)
         fitting = [entry for entry in entries() if size is None or is_sold_as(entry.figures["memory_bytes"], size)]
-    kinds: tuple[Callable[[Entry], bool], ...] = (
+    kinds: tuple[Callable[[CatalogEntry], bool], ...] = (
         lambda entry: plain(entry.name) == plain(name),
         lambda entry: plain(name) in map(plain, entry.names),
         lambda entry: wanted == words(entry.name),

@@ -230,7 +230,7 @@ def _surroundings(gpus: tuple[Gpu, ...]) -> Surroundings:
     throttle: dict[str, tuple[str, ...]] = {}
     lanes: dict[str, tuple[int, int]] = {}
     session = nvml.connect()
-    if isinstance(session, nvml.Session):
+    if isinstance(session, nvml.NvmlSession):
         for device in session.devices():
             reading = device.reading() if device.uuid in shown else None
             if reading is not None:

@@ -212,7 +212,7 @@ def _visible_amd(gpus: tuple[Gpu, ...], environment: Mapping[str, str]) -> tuple
     return gpus
 
 
-def _nvidia_gpus(session: nvml.Session, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], list[str]]:
+def _nvidia_gpus(session: nvml.NvmlSession, environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], list[str]]:
     """The visible cards in CUDA's order, and what is to be said about the others."""
     notes: list[str] = []
     found: dict[str, Gpu] = {}
@@ -245,7 +245,7 @@ def _nvidia_gpus(session: nvml.Session, environment: Mapping[str, str]) -> tuple
     return tuple(found[one.uuid] for one in shown), notes
 
 
-def _gpu(device: nvml.Device) -> Gpu | None:
+def _gpu(device: nvml.NvmlDevice) -> Gpu | None:
     """What the driver says, completed from the catalog; the driver's word comes first."""
     memory, name = device.memory() or _shared_memory(device), device.name
     if memory is None or name is None:
@@ -285,7 +285,7 @@ def _gpu(device: nvml.Device) -> Gpu | None:
     return gpu if device.parent is None else _instance(gpu, device, known)
 
 
-def _shared_memory(device: nvml.Device) -> nvml.Memory | None:
+def _shared_memory(device: nvml.NvmlDevice) -> nvml.Memory | None:
     """Jetson and other boards whose GPU shares the RAM answer to their name but report no memory of their own."""
     if device.name is None or device.capability is None:
         return None
@@ -295,7 +295,7 @@ def _shared_memory(device: nvml.Device) -> nvml.Memory | None:
     )
 
 
-def _instance(gpu: Gpu, device: nvml.Device, known: Gpu) -> Gpu:
+def _instance(gpu: Gpu, device: nvml.NvmlDevice, known: Gpu) -> Gpu:
     """A MIG instance: its share of the memory for the bandwidth, of the SMs for the peaks (of the memory, if they are not told)."""
     memory_share = min(1.0, gpu.memory_bytes / known.memory_bytes)
     share = device.instance_sms / known.sms if device.instance_sms and known.sms else memory_share
@@ -308,7 +308,7 @@ def _instance(gpu: Gpu, device: nvml.Device, known: Gpu) -> Gpu:
     )
 
 
-def _pcie_bytes_per_s(device: nvml.Device) -> float | None:
+def _pcie_bytes_per_s(device: nvml.NvmlDevice) -> float | None:
     if device.pcie is None:
         return None
     generation, lanes = device.pcie

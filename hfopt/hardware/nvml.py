@@ -44,7 +44,7 @@ class Memory:
     reserved_bytes: int | None
 
 
-def connect() -> Session | Unreachable:
+def connect() -> NvmlSession | Unreachable:
     """A session with the driver, or why there is none."""
     try:
         import pynvml
@@ -59,10 +59,10 @@ def connect() -> Session | Unreachable:
             pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: "mismatch",
         }
         return Unreachable(kind=kinds.get(error.value, "other"), reason=str(error))
-    return Session(pynvml)
+    return NvmlSession(pynvml)
 
 
-class Session:
+class NvmlSession:
     """NVML, initialised. Close it when done; a closed session's devices answer None."""
 
     def __init__(self, library: Any) -> None:
@@ -105,22 +105,22 @@ class Session:
         """The cards the driver counts, the lost ones among them."""
         return self.ask("nvmlDeviceGetCount") or 0
 
-    def devices(self) -> tuple[Device, ...]:
+    def devices(self) -> tuple[NvmlDevice, ...]:
         """Every card in the driver's order (by PCI bus); a card that cannot be opened is left out."""
         return tuple(self._devices())
 
-    def _devices(self) -> Iterator[Device]:
+    def _devices(self) -> Iterator[NvmlDevice]:
         for index in range(self.count):
             handle = self.ask("nvmlDeviceGetHandleByIndex", index)
             uuid = _text(self.ask("nvmlDeviceGetUUID", handle)) if handle is not None else None
             if uuid is not None:
-                yield Device(self, handle, index=index, uuid=uuid)
+                yield NvmlDevice(self, handle, index=index, uuid=uuid)
 
 
-class Device:
+class NvmlDevice:
     """One card, or one MIG instance of it. Facts are asked for once, readings each time."""
 
-    def __init__(self, session: Session, handle: Any, *, index: int, uuid: str, parent: Device | None = None) -> None:
+    def __init__(self, session: NvmlSession, handle: Any, *, index: int, uuid: str, parent: NvmlDevice | None = None) -> None:
         self._session, self._handle = session, handle
         self.index, self.uuid, self.parent = index, uuid, parent
 
@@ -188,7 +188,7 @@ class Device:
         mode = self.ask("nvmlDeviceGetMigMode")
         return bool(mode and mode[0] == 1)
 
-    def instances(self) -> tuple[Device, ...]:
+    def instances(self) -> tuple[NvmlDevice, ...]:
         """The MIG instances of this card."""
         if not self.mig_enabled:
             return ()
@@ -197,7 +197,7 @@ class Device:
             handle = self.ask("nvmlDeviceGetMigDeviceHandleByIndex", number)
             uuid = _text(self._session.ask("nvmlDeviceGetUUID", handle)) if handle is not None else None
             if uuid is not None:
-                found.append(Device(self._session, handle, index=self.index, uuid=uuid, parent=self))
+                found.append(NvmlDevice(self._session, handle, index=self.index, uuid=uuid, parent=self))
         return tuple(found)
 
     def memory(self) -> Memory | None:

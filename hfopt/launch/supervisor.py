@@ -56,7 +56,7 @@ Replanned = Callable[[Mapping[str, Any], str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class OomVerdict:
     """Why a process ended for lack of memory, and what to change."""
 
     reason: str
@@ -113,37 +113,37 @@ def _environment(note: Path, orders: Mapping[str, Any] | None, options: RunOptio
     return env
 
 
-def _verdict(note: Path, code: int, kills_before: Kills) -> Verdict | None:
+def _verdict(note: Path, code: int, kills_before: Kills) -> OomVerdict | None:
     """None: the failure has nothing to do with memory, as far as anyone can tell."""
     word = _read(note)
     if word is not None and word["action"] == "restart":
-        return Verdict(reason=word["reason"], output_dir=Path(word["output_dir"]), changes=word["changes"])
+        return OomVerdict(reason=word["reason"], output_dir=Path(word["output_dir"]), changes=word["changes"])
     if word is not None:
-        return Verdict(reason=f"{word['reason']}; what would fit: {word['smallest_change']}", hopeless=True)
+        return OomVerdict(reason=f"{word['reason']}; what would fit: {word['smallest_change']}", hopeless=True)
     if not killed_for_memory(kills_before, oom_kills(), code):
         return None
     alive = _read(note.with_name(f"{note.name}.alive"))
     if alive is None:
-        return Verdict(reason="the kernel's OOM killer ended it before training began: the machine's memory is too small", hopeless=True)
+        return OomVerdict(reason="the kernel's OOM killer ended it before training began: the machine's memory is too small", hopeless=True)
     return _after_kill(alive)
 
 
-def _after_kill(alive: Mapping[str, Any]) -> Verdict:
+def _after_kill(alive: Mapping[str, Any]) -> OomVerdict:
     """The machine's memory ran out: workers that load data hold most of it, after them the batch."""
     reason = "the kernel's OOM killer ended it: the machine's memory ran out"
     folder = Path(alive["output_dir"])
     workers, batch = alive["dataloader_num_workers"], alive["per_device_train_batch_size"]
     if workers > 0:
-        return Verdict(reason=reason, output_dir=folder, changes={"dataloader_num_workers": workers // 2})
+        return OomVerdict(reason=reason, output_dir=folder, changes={"dataloader_num_workers": workers // 2})
     if batch > 1:
         smaller = max(size for size in range(1, batch // 2 + 1) if batch % size == 0)
         accumulation = alive["gradient_accumulation_steps"] * batch // smaller
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation}
-        return Verdict(reason=reason, output_dir=folder, changes=changes)
-    return Verdict(reason=f"{reason}, with one sample at a time and no worker processes", hopeless=True)
+        return OomVerdict(reason=reason, output_dir=folder, changes=changes)
+    return OomVerdict(reason=f"{reason}, with one sample at a time and no worker processes", hopeless=True)
 
 
-def _orders(verdict: Verdict, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+def _orders(verdict: OomVerdict, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
     assert verdict.output_dir is not None
     checkpoint = last_checkpoint(verdict.output_dir)
     kept = earlier["changes"] if earlier is not None and earlier["output_dir"] == str(verdict.output_dir) else {}
@@ -154,7 +154,7 @@ def _orders(verdict: Verdict, earlier: Mapping[str, Any] | None) -> dict[str, An
     }
 
 
-def _announcement(verdict: Verdict, orders: Mapping[str, Any], restart: int, attempts: int) -> str:
+def _announcement(verdict: OomVerdict, orders: Mapping[str, Any], restart: int, attempts: int) -> str:
     where = f"resuming from {orders['checkpoint']}" if orders["checkpoint"] else "from the start, for there is no checkpoint yet"
     settings = ", ".join(f"{key} {value}" for key, value in orders["changes"].items())
     return f"hfopt: {verdict.reason}. Restart {restart} of at most {attempts}, {where}, with {settings}"

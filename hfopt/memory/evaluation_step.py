@@ -19,12 +19,12 @@ from hfopt.memory.step_memory import TRACED_BATCHES, context_bytes
 from hfopt.memory.timeline import combine
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
-from hfopt.trace.tracer import Session, Tracer, prepared
+from hfopt.trace.tracer import Tracer, TraceSession, prepared
 from hfopt.trace.trainer_step import TrainerLoop
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Evaluation:
+class EvaluationSettings:
     """How the Trainer evaluates. keeps_logits: compute_metrics is set and prediction_loss_only is not."""
 
     batches: int
@@ -38,7 +38,7 @@ class Evaluation:
         return min(self.batches, self.accumulation_steps or self.batches)
 
 
-def evaluation_curve(workload: Workload, settings: StepSettings, evaluation: Evaluation) -> MemoryCurve:
+def evaluation_curve(workload: Workload, settings: StepSettings, evaluation: EvaluationSettings) -> MemoryCurve:
     """Peak memory of training and one evaluation, over the evaluation's batch size (training runs at the same one)."""
     kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
     tracer = Tracer(prepared(workload, settings), workload.make_batch, kernels)
@@ -48,8 +48,8 @@ def evaluation_curve(workload: Workload, settings: StepSettings, evaluation: Eva
     return MemoryCurve(timeline, context, options=parse_alloc_conf(settings.allocator))
 
 
-def _script(settings: StepSettings, compute_loss: Any, evaluation: Evaluation) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+def _script(settings: StepSettings, compute_loss: Any, evaluation: EvaluationSettings) -> Callable[[TraceSession], None]:
+    def script(session: TraceSession) -> None:
         loop = TrainerLoop(session, settings, compute_loss)
         optimizer = loop.run(1)
         session.recorder.mark("evaluation")
@@ -62,7 +62,7 @@ def _script(settings: StepSettings, compute_loss: Any, evaluation: Evaluation) -
     return script
 
 
-def _evaluate(session: Session, loop: TrainerLoop, evaluation: Evaluation) -> None:
+def _evaluate(session: TraceSession, loop: TrainerLoop, evaluation: EvaluationSettings) -> None:
     kept = None
     for number in range(min(evaluation.batches, 2)):
         inputs = session.to_device()

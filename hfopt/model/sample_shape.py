@@ -26,13 +26,13 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sized:
+class SizedSample:
     shape: BatchShape
     tokens: int | None  # per sample
     notes: tuple[str, ...] = ()
 
 
-def size_batch(config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer") -> Sized:
+def size_batch(config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer") -> SizedSample:
     """The shape of a batch for this model and task."""
     if task in ("ctc", "audio_classification", "speech_seq2seq"):
         return _audio(config, main_input, task, data)
@@ -68,7 +68,7 @@ def _checked_length(config: Any, length: int, what: str) -> int:
     return length
 
 
-def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> Sized:
+def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> SizedSample:
     notes: list[str] = []
     length = data.max_length
     if length is None:
@@ -83,12 +83,12 @@ def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> Sized:
             notes.append(f"the target's length is not stated: {target} tokens assumed")
         target = _checked_length(config, target, "a target")
         shape = BatchShape(kind="text_to_text", length=length, target_length=target)
-        return Sized(shape=shape, tokens=length + target, notes=tuple(notes))
+        return SizedSample(shape=shape, tokens=length + target, notes=tuple(notes))
     tokens = 2 * length if task == "embedding" else length
-    return Sized(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, notes=tuple(notes))
+    return SizedSample(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, notes=tuple(notes))
 
 
-def _image(config: Any, task: Task, data: DataSpec) -> Sized:
+def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
     notes: tuple[str, ...] = ()
     stated = data.image_size or _first(getattr(config, "image_size", None))
     if stated is None:
@@ -97,7 +97,9 @@ def _image(config: Any, task: Task, data: DataSpec) -> Sized:
     if stated < 1:
         raise WorkloadError(f"an image of {stated} pixels cannot be made")
     channels = getattr(config, "num_channels", None) or 3
-    return Sized(shape=BatchShape(kind="image", height=stated, width=stated, channels=channels, padded=False), tokens=None, notes=notes)
+    return SizedSample(
+        shape=BatchShape(kind="image", height=stated, width=stated, channels=channels, padded=False), tokens=None, notes=notes
+    )
 
 
 def _first(size: Any) -> int | None:
@@ -105,7 +107,7 @@ def _first(size: Any) -> int | None:
     return None if first is None else int(first)
 
 
-def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> Sized:
+def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> SizedSample:
     notes: list[str] = []
     seconds = data.audio_seconds
     if config.model_type == "whisper":
@@ -135,7 +137,7 @@ def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> Sized:
         width=width,
         target_length=target,
     )
-    return Sized(shape=shape, tokens=None, notes=tuple(notes))
+    return SizedSample(shape=shape, tokens=None, notes=tuple(notes))
 
 
 def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, int | None]:
@@ -153,7 +155,7 @@ def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, i
     return None, None
 
 
-def _image_text(config: Any, main_input: str, data: DataSpec) -> Sized:
+def _image_text(config: Any, main_input: str, data: DataSpec) -> SizedSample:
     notes: list[str] = []
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None)
     size = data.image_size or _first(getattr(vision, "image_size", None)) or 224
@@ -165,4 +167,4 @@ def _image_text(config: Any, main_input: str, data: DataSpec) -> Sized:
     length = _checked_length(config, length, "a text")
     channels = getattr(vision, "num_channels", None) or 3
     shape = BatchShape(kind="image_text", length=length, height=size, width=size, channels=channels)
-    return Sized(shape=shape, tokens=length, notes=tuple(notes))
+    return SizedSample(shape=shape, tokens=length, notes=tuple(notes))

@@ -17,13 +17,13 @@ _RECOMPUTATION_GAIN = 1 / 3  # checkpointing runs the forward once more: 4 units
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
+class SettingAdvice:
     changes: tuple[Change, ...] = ()
     predicted_gain: float | None = None
 
 
-NONE = Remedy()
-EXPANDABLE_SEGMENTS = Remedy(
+NONE = SettingAdvice()
+EXPANDABLE_SEGMENTS = SettingAdvice(
     changes=(
         Change(
             key="PYTORCH_CUDA_ALLOC_CONF", before=None, after="expandable_segments:True", reason="segments that grow leave no gaps behind"
@@ -32,17 +32,17 @@ EXPANDABLE_SEGMENTS = Remedy(
 )
 
 
-def _planned(run: RunFacts, keys: tuple[str, ...]) -> Remedy | None:
+def _planned(run: RunFacts, keys: tuple[str, ...]) -> SettingAdvice | None:
     """The planner's changes of these keys that the run does not have yet."""
     changes = tuple(change for change in run.planned if change.key in keys and run.args.get(change.key) != change.after)
-    return Remedy(changes=changes, predicted_gain=run.planned_gain) if changes else None
+    return SettingAdvice(changes=changes, predicted_gain=run.planned_gain) if changes else None
 
 
 def _change(run: RunFacts, key: str, after: Any, reason: str) -> Change:
     return Change(key=key, before=run.args.get(key), after=after, reason=reason)
 
 
-def more_loader(window: Window, run: RunFacts) -> Remedy:
+def more_loader(window: Window, run: RunFacts) -> SettingAdvice:
     """Workers = ceil(loading time / computing time), within the cores.
 
     Without workers the loading time of a step is its data wait; with k workers that cannot keep up it is k times the whole step.
@@ -56,19 +56,19 @@ def more_loader(window: Window, run: RunFacts) -> Remedy:
     workers = min(max(ceil(loading_s / compute_s), now + 1), room)
     if workers <= now:
         reason = f"all {room} cores load already, so each sample must become cheaper (tokenize beforehand, smaller images, a faster disk)"
-        return Remedy(changes=(Change(key="dataset", before=None, after="preprocessed", reason=reason),))
+        return SettingAdvice(changes=(Change(key="dataset", before=None, after="preprocessed", reason=reason),))
     gain = train_s / max(compute_s, loading_s / workers) - 1
     reason = f"loading takes {loading_s / compute_s:.1f} times as long as computing; {room} cores are there"
     changes = [_change(run, "dataloader_num_workers", workers, reason)]
     if not run.args.get("dataloader_persistent_workers"):
         changes.append(_change(run, "dataloader_persistent_workers", True, "workers are not started anew in each epoch"))
-    return Remedy(changes=tuple(changes), predicted_gain=round(max(0.0, gain), 2))
+    return SettingAdvice(changes=tuple(changes), predicted_gain=round(max(0.0, gain), 2))
 
 
 _INTERVALS = {"eval_heavy": ("eval_steps", 0.05), "logging_heavy": ("logging_steps", 0.01), "saving_heavy": ("save_steps", 0.02)}
 
 
-def less_often(cause: str, share: float, run: RunFacts) -> Remedy:
+def less_often(cause: str, share: float, run: RunFacts) -> SettingAdvice:
     """The interval at which the share falls to its target: cost per occurrence stays, occurrences become fewer."""
     key, target = _INTERVALS[cause]
     gain = round((1 - target) / (1 - share) - 1, 2) if share < 0.99 else None
@@ -77,14 +77,14 @@ def less_often(cause: str, share: float, run: RunFacts) -> Remedy:
     if isinstance(steps, int | float) and steps >= 1 and strategy in (None, "steps"):
         factor = (share / (1 - share)) / (target / (1 - target)) if share < 1 else 100.0
         after = _round_up(int(steps) * factor)
-        return Remedy(
+        return SettingAdvice(
             changes=(_change(run, key, after, f"at {after} it takes about {100 * target:.0f} % of the time"),), predicted_gain=gain
         )
     if cause == "eval_heavy":
         batch = int(run.args.get("per_device_eval_batch_size") or 8)
         reason = "evaluation keeps no activations, so a larger batch fits; or evaluate on a part of the set"
-        return Remedy(changes=(_change(run, "per_device_eval_batch_size", 4 * batch, reason),))
-    return Remedy(changes=(_change(run, key.replace("_steps", "_strategy"), "steps", f"with {key} set to fewer occurrences"),))
+        return SettingAdvice(changes=(_change(run, "per_device_eval_batch_size", 4 * batch, reason),))
+    return SettingAdvice(changes=(_change(run, key.replace("_steps", "_strategy"), "steps", f"with {key} set to fewer occurrences"),))
 
 
 def _round_up(value: float) -> int:
@@ -94,7 +94,7 @@ def _round_up(value: float) -> int:
     return ceil(value / half) * half
 
 
-def less_padding(share: float, fixed_length: bool, run: RunFacts) -> Remedy:
+def less_padding(share: float, fixed_length: bool, run: RunFacts) -> SettingAdvice:
     gain = round(share / (1 - share), 2) if share < 0.99 else None
     if fixed_length:
         change = Change(
@@ -103,31 +103,31 @@ def less_padding(share: float, fixed_length: bool, run: RunFacts) -> Remedy:
             after="longest",
             reason="the tokenizer pads every sample to one length; pad in the collator instead",
         )
-        return Remedy(changes=(change,), predicted_gain=gain)
+        return SettingAdvice(changes=(change,), predicted_gain=gain)
     if "group_by_length" in run.args:
         key, on = "group_by_length", True
     else:
         key, on = "train_sampling_strategy", "group_by_length"  # type: ignore[assignment]
     if run.args.get(key) == on:
-        return Remedy(
+        return SettingAdvice(
             changes=(Change(key="packing", before=False, after=True, reason="lengths are grouped already; packing leaves no padding"),),
             predicted_gain=gain,
         )
-    return Remedy(changes=(_change(run, key, on, "samples of like length share a batch"),), predicted_gain=gain)
+    return SettingAdvice(changes=(_change(run, key, on, "samples of like length share a batch"),), predicted_gain=gain)
 
 
-def less_memory(run: RunFacts) -> Remedy:
+def less_memory(run: RunFacts) -> SettingAdvice:
     if planned := _planned(run, _BATCH_KEYS):
         return planned
     batch, accumulation = _pair(run)
     divisor = None if run.pair_stays else next((d for d in range(2, batch + 1) if batch % d == 0), None)
     if divisor is None:
         why = "another accumulation would change the gradients" if run.pair_stays else "the batch is 1 already"
-        return Remedy(changes=(_change(run, "gradient_checkpointing", True, f"{why}; recomputing saves the activations"),))
-    return Remedy(changes=_trade(run, batch // divisor, accumulation * divisor, "the same effective batch in less memory"))
+        return SettingAdvice(changes=(_change(run, "gradient_checkpointing", True, f"{why}; recomputing saves the activations"),))
+    return SettingAdvice(changes=_trade(run, batch // divisor, accumulation * divisor, "the same effective batch in less memory"))
 
 
-def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> Remedy | None:
+def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> SettingAdvice | None:
     """None: more memory would buy nothing at the same effective batch."""
     if planned := _planned(run, _BATCH_KEYS):
         return planned
@@ -135,10 +135,10 @@ def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> Remed
     factor = max((d for d in range(1, accumulation + 1) if accumulation % d == 0 and d * used_share <= 0.9), default=1)
     if factor > 1 and not run.pair_stays:
         reason = f"the same effective batch; {100 * factor * used_share:.0f} % of the card even if all memory grew with the batch"
-        return Remedy(changes=_trade(run, batch * factor, accumulation // factor, reason))
+        return SettingAdvice(changes=_trade(run, batch * factor, accumulation // factor, reason))
     if run.args.get("gradient_checkpointing"):
         change = _change(run, "gradient_checkpointing", False, "there is room for the activations: no need to compute them twice")
-        return Remedy(changes=(change,), predicted_gain=round(_RECOMPUTATION_GAIN, 2))
+        return SettingAdvice(changes=(change,), predicted_gain=round(_RECOMPUTATION_GAIN, 2))
     if launch_bound:
         change = _change(
             run,
@@ -146,11 +146,11 @@ def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> Remed
             2 * batch,
             "larger kernels at the same launch cost; changes the effective batch, so it is yours to decide",
         )
-        return Remedy(changes=(change,))
+        return SettingAdvice(changes=(change,))
     return None
 
 
-def larger_kernels(window: Window, run: RunFacts) -> Remedy:
+def larger_kernels(window: Window, run: RunFacts) -> SettingAdvice:
     """With accumulation, one piece instead of many: the launch cost of a step falls by that factor while launching is all there is."""
     if planned := _planned(run, _BATCH_KEYS):
         return planned
@@ -160,23 +160,23 @@ def larger_kernels(window: Window, run: RunFacts) -> Remedy:
         compute_s = window.phases.forward_backward_s
         gain = window.phases.train_s / max(1e-9, window.phases.train_s - compute_s * (1 - 1 / factor)) - 1
         changes = _trade(run, batch * factor, accumulation // factor, "fewer and larger kernels, the same effective batch")
-        return Remedy(changes=changes, predicted_gain=round(gain, 2))
+        return SettingAdvice(changes=changes, predicted_gain=round(gain, 2))
     if not run.args.get("torch_compile") and run.device == "cuda":
-        return Remedy(changes=(_change(run, "torch_compile", True, "fuses small kernels; costs compile time at the start"),))
+        return SettingAdvice(changes=(_change(run, "torch_compile", True, "fuses small kernels; costs compile time at the start"),))
     reason = "larger kernels at the same launch cost; changes the effective batch, so it is yours to decide"
-    return Remedy(changes=(_change(run, "per_device_train_batch_size", 2 * batch, reason),))
+    return SettingAdvice(changes=(_change(run, "per_device_train_batch_size", 2 * batch, reason),))
 
 
-def less_traffic(run: RunFacts) -> Remedy:
+def less_traffic(run: RunFacts) -> SettingAdvice:
     _batch, accumulation = _pair(run)
     if run.args.get("deepspeed") or run.args.get("fsdp"):
         change = _change(
             run, "deepspeed" if run.args.get("deepspeed") else "fsdp", None, "keep optimizer state and weights on the card if they fit"
         )
-        return Remedy(changes=(change,))
+        return SettingAdvice(changes=(change,))
     if not run.args.get("dataloader_pin_memory", True):
-        return Remedy(changes=(_change(run, "dataloader_pin_memory", True, "pinned memory is copied at the link's full speed"),))
-    return Remedy(
+        return SettingAdvice(changes=(_change(run, "dataloader_pin_memory", True, "pinned memory is copied at the link's full speed"),))
+    return SettingAdvice(
         changes=(_change(run, "gradient_accumulation_steps", 2 * accumulation, "fewer exchanges per sample; changes the effective batch"),)
     )
 

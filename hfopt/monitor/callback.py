@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from hfopt.monitor import metrics
 from hfopt.monitor.fault_guard import Faults, harmless, to_stderr
 from hfopt.monitor.model_inputs import flops_per_token
-from hfopt.monitor.session import Options, Session, Training
+from hfopt.monitor.session import Options, Training, WatchSession
 from hfopt.monitor.step_clock import Event
 
 _PART = "the monitor"
@@ -74,7 +74,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
 
     def _fresh(self) -> None:
         self.faults = Faults(to_stderr, self._give_up)
-        self._session: Session | None = None
+        self._session: WatchSession | None = None
         self._flops_per_token: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         if self._flops_per_token is None and model is not None:
             self._flops_per_token = flops_per_token(model)
         training = Training(args=args, state=state, model=model, handler=handler, trainer=trainer, flops_per_token=self._flops_per_token)
-        self._session = Session(self._options, training)
+        self._session = WatchSession(self._options, training)
 
     on_epoch_begin = _passing_on("epoch_begin")
     on_step_begin = _passing_on("step_begin")

@@ -118,7 +118,7 @@ def _slow_rank(window: Window, run: RunFacts, limits: Thresholds) -> Finding | N
     evidence = {"rank": float(worst.rank), "lag_s": worst.lag_s, "lag_share": share}
     message = f"rank {worst.rank} is {format_seconds(worst.lag_s)} late in every step ({worst.where}, {format_percent(share)} of it)"
     message += "; all others wait for it"
-    remedy = advice.Remedy(predicted_gain=round(share / (1 - share), 2) if share < 0.95 else None)
+    remedy = advice.SettingAdvice(predicted_gain=round(share / (1 - share), 2) if share < 0.95 else None)
     return finding("slow_rank", confidence(share, limits.rank_lag, 0.3), evidence, message, remedy)
 
 

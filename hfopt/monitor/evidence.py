@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hfopt.monitor import advice
-from hfopt.monitor.advice import NONE, Remedy
+from hfopt.monitor.advice import NONE, SettingAdvice
 from hfopt.monitor.window import data_share
 from hfopt.schema import Cause, Finding, GpuWindow, RunFacts, Window
 from hfopt.units import MIB, format_bytes, format_percent
@@ -61,7 +61,9 @@ def tells_enough(window: Window, limits: Thresholds) -> bool:
     return window.steps >= limits.min_steps and (window.seconds >= limits.min_seconds or window.steps >= limits.many_steps)
 
 
-def finding(cause: Cause, confidence: float, evidence: Mapping[str, float | None], message: str, remedy: Remedy | None = None) -> Finding:
+def finding(
+    cause: Cause, confidence: float, evidence: Mapping[str, float | None], message: str, remedy: SettingAdvice | None = None
+) -> Finding:
     remedy = remedy or NONE
     known = {name: value for name, value in evidence.items() if value is not None}
     return Finding(
@@ -143,7 +145,7 @@ def throttled(window: Window, run: RunFacts, limits: Thresholds) -> Finding | No
         why = "heat or the board's power supply" if hot >= limits.thermal else "its power limit"
         message = f"the card is slowed by {why}" + (f": clock at {format_percent(clock)} of its maximum" if clock else "")
         message += f", {temperature:.0f} °C" if temperature is not None else ""
-        gain = advice.Remedy(predicted_gain=round(0.9 / clock - 1, 2) if clock and clock < 0.9 else None)
+        gain = advice.SettingAdvice(predicted_gain=round(0.9 / clock - 1, 2) if clock and clock < 0.9 else None)
         return finding("throttled", confidence(max(hot, capped), limits.thermal, 0.6), evidence, message, gain)
     return None
 

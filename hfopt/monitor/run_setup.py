@@ -76,7 +76,7 @@ def cards(gpus: Sequence[Gpu], uuids: Sequence[str]) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TrainingPlace:
     """Where this rank trains."""
 
     cards: OwnCards | None
@@ -86,19 +86,19 @@ class Place:
     why_no_cards: str | None = None
 
 
-def find_place(args: Any) -> Place:
+def find_place(args: Any) -> TrainingPlace:
     from hfopt.hardware.host import host
 
     uuids, cores = torch_uuids(args), host().cores
     if not uuids:
-        return Place(cards=None, gpus=(), uuids=(), cores=cores)
+        return TrainingPlace(cards=None, gpus=(), uuids=(), cores=cores)
     cards = open_cards(uuids)
     if isinstance(cards, str):
-        return Place(cards=None, gpus=(), uuids=uuids, cores=cores, why_no_cards=cards)
-    return Place(cards=cards, gpus=cards.facts(), uuids=uuids, cores=cores)
+        return TrainingPlace(cards=None, gpus=(), uuids=uuids, cores=cores, why_no_cards=cards)
+    return TrainingPlace(cards=cards, gpus=cards.facts(), uuids=uuids, cores=cores)
 
 
-def scale_of(args: Any, place: Place, *, flops_per_token: float | None, flops_per_sample: float | None) -> Scale:
+def scale_of(args: Any, place: TrainingPlace, *, flops_per_token: float | None, flops_per_sample: float | None) -> Scale:
     on_cuda = args.device.type == "cuda"
     indices = range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
     return Scale(
@@ -112,7 +112,7 @@ def scale_of(args: Any, place: Place, *, flops_per_token: float | None, flops_pe
     )
 
 
-def _peak_flops(args: Any, place: Place) -> float | None:
+def _peak_flops(args: Any, place: TrainingPlace) -> float | None:
     if args.device.type == "cpu":
         return cpu_peak_flops(torch.bfloat16 if args.bf16 else torch.float32)
     if not place.gpus or len(place.gpus) != len(place.uuids):
@@ -127,7 +127,7 @@ def _precision(args: Any) -> str:
     return "tf32" if tf32_is_on() else "fp32"
 
 
-def facts_of(args: Any, state: Any, place: Place, plan: Any, model: Any = None) -> RunFacts:
+def facts_of(args: Any, state: Any, place: TrainingPlace, plan: Any, model: Any = None) -> RunFacts:
     changes, gain = planned(plan)
     return RunFacts(
         device=args.device.type,

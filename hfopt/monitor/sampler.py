@@ -25,7 +25,7 @@ from hfopt.monitor.host_usage import HostReading
 from hfopt.schema import Gpu, GpuReading, Sample
 
 if TYPE_CHECKING:
-    from hfopt.hardware.nvml import Device, Session
+    from hfopt.hardware.nvml import NvmlDevice, NvmlSession
 
 
 _MOST_POWER_W = 3000.0  # above any single board sold
@@ -67,7 +67,7 @@ _PCIE_EACH = 5  # readings; NVML watches the link for 20 ms in each direction
 class OwnCards:
     """The readings of some cards. A card that stops answering is left out of the tuple."""
 
-    def __init__(self, session: Session, devices: Sequence[Device], pids: Sequence[int]) -> None:
+    def __init__(self, session: NvmlSession, devices: Sequence[NvmlDevice], pids: Sequence[int]) -> None:
         self._session, self._devices, self._pids = session, tuple(devices), tuple(pids)
         self._count = 0
 

@@ -107,7 +107,7 @@ class Training:
     flops_per_token: float | None
 
 
-class Session:
+class WatchSession:
     def __init__(self, options: Options, training: Training) -> None:
         args, state = training.args, training.state
         self._options, self._handler, self._state = options, training.handler, state

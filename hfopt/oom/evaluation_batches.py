@@ -24,7 +24,7 @@ class _Options:
     more: dict[str, Any]
 
 
-class Evaluation:
+class ProtectedEvaluation:
     """Stands around `prediction_step`."""
 
     def __init__(self, trainer: Any, guard: Any) -> None:
@@ -119,4 +119,4 @@ class Evaluation:
 
 
 def protected(trainer: Any, guard: Any) -> Any:
-    return Evaluation(trainer, guard).prediction_step
+    return ProtectedEvaluation(trainer, guard).prediction_step

@@ -30,9 +30,9 @@ from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, repl
 from hfopt.oom.loss_weights import structural_refusal
 from hfopt.oom.micro_batch import Pieces
 from hfopt.oom.next_settings import Fit
-from hfopt.oom.rank_vote import PeerFailed, Ranks, Word
+from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
 from hfopt.oom.record import Settings, Sink
-from hfopt.oom.replay import Window
+from hfopt.oom.replay import AccumulationWindow
 from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import MemoryModel, OomSeen, ReplanStep
 
@@ -59,8 +59,8 @@ class Guard:
         self._device: torch.device = trainer.args.device  # a property that looks at the installed packages each time
         self._get_batch_samples = trainer.get_batch_samples
         self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
-        self._window: Window | None = None
-        self._ranks: Ranks | None = None
+        self._window: AccumulationWindow | None = None
+        self._ranks: DataParallelRanks | None = None
         self._told = False  # the supervisor knows why this process ends
         self.scripts_accumulation: int | None = None  # set by a restart that has changed it; None once it is seen to
 
@@ -73,9 +73,9 @@ class Guard:
     def get_batch_samples(self, *args: Any, **more: Any) -> Any:
         self.pieces.attach()
         if self._ranks is None and self.trainer.args.world_size > 1 and torch.distributed.is_initialized():
-            self._ranks = Ranks()
+            self._ranks = DataParallelRanks()
         batches, num_items = self._get_batch_samples(*args, **more)
-        self._window = Window.of(batches, self._pace.size)
+        self._window = AccumulationWindow.of(batches, self._pace.size)
         return batches, num_items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -92,13 +92,13 @@ class Guard:
             outcome = self._attempt(window, lambda: self._replay(window, model, num_items_in_batch))
         return self._end(window, outcome)
 
-    def _first_run(self, window: Window, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
+    def _first_run(self, window: AccumulationWindow, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
         if window.size is not None:
             return self.pieces.run(model, inputs, num_items, window.size, syncs=self._syncs(window))
         with self._last_piece():
             return self.pieces.whole(model, inputs, num_items)
 
-    def _attempt(self, window: Window, run: Callable[[], torch.Tensor]) -> torch.Tensor | Failure | PeerFailed:
+    def _attempt(self, window: AccumulationWindow, run: Callable[[], torch.Tensor]) -> torch.Tensor | Failure | PeerFailed:
         """The loss, or why there is none; an error that is not about memory comes out as it is."""
         try:
             return run()
@@ -110,20 +110,20 @@ class Guard:
                 raise
             return found
 
-    def _begin(self, window: Window, model: Any) -> None:
+    def _begin(self, window: AccumulationWindow, model: Any) -> None:
         if window.index == 0:
             window.rng = replay.snapshot(self._device)
         window.counters = self.pieces.counters.snapshot()
         if self._ranks is not None:
             self._ranks.begin(model, window_begins=window.index == 0)
 
-    def _end(self, window: Window, loss: torch.Tensor) -> torch.Tensor:
+    def _end(self, window: AccumulationWindow, loss: torch.Tensor) -> torch.Tensor:
         window.index += 1
         if window.done:
             self._pace = after_window(self._pace, window.size if window.failed else None)
         return loss
 
-    def _syncs(self, window: Window) -> bool:
+    def _syncs(self, window: AccumulationWindow) -> bool:
         return self._ranks.syncs if self._ranks is not None else window.last
 
     def _last_piece(self) -> AbstractContextManager[None]:
@@ -134,7 +134,7 @@ class Guard:
         ranks, window = self._ranks, self._window
         if ranks is None or window is None or not ranks.holding:
             return
-        word = ranks.agree(Word(size=window.size if window.failed and window.size is not None else rank_vote.WHOLE))
+        word = ranks.agree(RankVote(size=window.size if window.failed and window.size is not None else rank_vote.WHOLE))
         if not word.well:
             raise PeerFailed(word)
         ranks.exchange(loss)
@@ -143,7 +143,7 @@ class Guard:
 
     # ------------------------------------------------------------------------------------------ recovery
 
-    def _replay(self, window: Window, model: Any, num_items: Any) -> torch.Tensor:
+    def _replay(self, window: AccumulationWindow, model: Any, num_items: Any) -> torch.Tensor:
         """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""
         model.zero_grad()
         assert window.rng is not None
@@ -153,7 +153,7 @@ class Guard:
         self.pieces.counters.restore(window.counters)
         return self.pieces.run(model, window.batches[window.index], num_items, window.size, syncs=self._syncs(window))
 
-    def _failure(self, error: BaseException, window: Window) -> Failure | None:
+    def _failure(self, error: BaseException, window: AccumulationWindow) -> Failure | None:
         """Reads what can be read while the failed step is still alive, then lets go of it."""
         known = oom_errors.recognise(error)
         if known is None:
@@ -178,7 +178,7 @@ class Guard:
             lost = "the loss exchanges values with the other ranks, which cannot be repeated on one of them"
         return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
 
-    def _decide(self, window: Window, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
+    def _decide(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
         model.zero_grad()
         device_memory.clear(self._device)
@@ -198,7 +198,7 @@ class Guard:
         window.failed = True
         window.size = word.size if word.size != rank_vote.WHOLE else window.size
 
-    def _own_word(self, window: Window, model: Any, num_items: Any, failure: Failure) -> Word:
+    def _own_word(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure) -> RankVote:
         inputs = window.batches[window.index]
         if self.fit.process_lost() is None:
             self.refusal = window.changed_in_place() or self.pieces.refusal(model, inputs, num_items)
@@ -212,10 +212,10 @@ class Guard:
             window.cleared.add(piece)
         if step.action in ("restart", "give_up"):
             self._told = True
-            return Word(well=False, alive=False)
+            return RankVote(well=False, alive=False)
         assert step.candidate is not None
         size = step.candidate.per_device_batch
-        return Word(
+        return RankVote(
             well=False, size=size if size < (self.pieces.size(inputs) or 1) else rank_vote.WHOLE, without_checkpointing=not _enables(step)
         )
 

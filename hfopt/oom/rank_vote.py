@@ -29,13 +29,13 @@ WHOLE = 1 << 40  # larger than any batch: "I need no smaller pieces"
 class PeerFailed(RuntimeError):  # noqa: N818 - it is an answer, not a fault
     """Another rank ran out of memory; `word` says what all do now."""
 
-    def __init__(self, word: Word) -> None:
+    def __init__(self, word: RankVote) -> None:
         super().__init__("another rank ran out of memory")
         self.word = word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class RankVote:
     """What a rank says; the minimum over the ranks is what all do."""
 
     well: bool = True
@@ -51,7 +51,7 @@ def _leave(group: Any) -> None:
             dist.destroy_process_group(group)
 
 
-class Ranks:
+class DataParallelRanks:
     """This process among the data-parallel ones."""
 
     def __init__(self) -> None:
@@ -100,11 +100,11 @@ class Ranks:
         self._model.require_backward_grad_sync = True
         self._model.reducer.prepare_for_backward([loss] if self._model.find_unused_parameters else [])
 
-    def agree(self, word: Word) -> Word:
+    def agree(self, word: RankVote) -> RankVote:
         numbers = torch.tensor([word.well, word.size, word.without_checkpointing, word.alive], dtype=torch.int64)
         dist.all_reduce(numbers, op=dist.ReduceOp.MIN, group=self._group)
         well, size, without_checkpointing, alive = numbers.tolist()
-        return Word(well=bool(well), size=size, without_checkpointing=bool(without_checkpointing), alive=bool(alive))
+        return RankVote(well=bool(well), size=size, without_checkpointing=bool(without_checkpointing), alive=bool(alive))
 
     def join_forward(self) -> None:
         """The exchanges at the start of DDP's forward, for a rank that did not get that far."""

@@ -150,7 +150,7 @@ def _merged(now: Any, before: Any, weights: Sequence[float]) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class Window:
+class AccumulationWindow:
     """The dicts are copies, the tensors are the Trainer's own, which it holds as long as we do: no memory is added."""
 
     batches: list[Inputs]
@@ -164,7 +164,7 @@ class Window:
     failed: bool = False
 
     @classmethod
-    def of(cls, batches: Sequence[Any], size: int | None) -> Window:
+    def of(cls, batches: Sequence[Any], size: int | None) -> AccumulationWindow:
         return cls(batches=[split_batch.shallow_copy(b) for b in batches], written=[split_batch.versions(b) for b in batches], size=size)
 
     @property

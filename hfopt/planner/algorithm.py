@@ -17,13 +17,13 @@ from typing import Any
 
 from hfopt.facts.training_keys import installed
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of, tried_eval_batch
-from hfopt.planner.conclusion import Course, concluded
+from hfopt.planner.conclusion import PlanningOutcome, concluded
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.nothing_fits import nothing_fits
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.planner.search import Found, best_first
+from hfopt.planner.search import SearchResult, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.planner.target import device_of
 from hfopt.planner.trace_ahead import Estimator
@@ -84,7 +84,7 @@ def plan_subject(
         return run(candidate, tried_eval_batch(subject, pricing, candidate))
 
     result = confirmed(found, search, pricing, tried, timed_from=current if device.gpu is None else None)
-    course = Course(
+    course = PlanningOutcome(
         subject=subject,
         request=request,
         device=device,
@@ -112,17 +112,17 @@ class Search:
     neutrality: Neutrality | None = None
     _asked: bool = False
 
-    def __call__(self) -> Found:
+    def __call__(self) -> SearchResult:
         found = self._best(self.space)
         self._ask_neutrality(found)
         if self.neutrality is not None and not self.neutrality.neutral and "accumulation" not in self.request.allow:
             return self._with_accumulation(found)
         return found
 
-    def _best(self, space: Space) -> Found:
+    def _best(self, space: Space) -> SearchResult:
         return best_first(candidates(space), self.pricing, self.pricing.budget_bytes, current=self.current)
 
-    def _ask_neutrality(self, found: Found) -> None:
+    def _ask_neutrality(self, found: SearchResult) -> None:
         """Only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps."""
         subject, space = self.subject, self.space
         trades = bool(found.ranked) and found.ranked[0][0].accumulation != subject.job.accumulation
@@ -139,7 +139,7 @@ class Search:
             self.progress("asking whether batch may be traded for accumulation")
             self.neutrality = probe(subject.job, subject.workload)
 
-    def _with_accumulation(self, free: Found) -> Found:
+    def _with_accumulation(self, free: SearchResult) -> SearchResult:
         """The search again with the config's accumulation; where that does not fit, the free answer stands, and the advice says so."""
         accumulation = self.subject.job.accumulation
         kept = self._best(replace(self.space, accumulation=accumulation))
@@ -147,7 +147,7 @@ class Search:
             return free
         reason = f"would change the gradients: the model is not neutral to accumulation, which stays at {accumulation}"
         traded = tuple(Rejection(candidate=c, reason=reason) for c, _ in free.ranked if c.accumulation != accumulation)
-        return Found(ranked=kept.ranked, rejected=(*traded, *kept.rejected))
+        return SearchResult(ranked=kept.ranked, rejected=(*traded, *kept.rejected))
 
 
 def _unknown(subject: Subject) -> Neutrality:

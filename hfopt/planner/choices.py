@@ -27,7 +27,7 @@ from hfopt.planner.grpo import batch_rule
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
-from hfopt.planner.target import Device
+from hfopt.planner.target import TargetDevice
 from hfopt.probe.dry_run import evaluates
 from hfopt.schema import Candidate, Checkpointing, Gpu, TrainJob
 
@@ -121,7 +121,7 @@ def current_candidate(subject: Subject) -> Candidate:
     )
 
 
-def precisions_of(subject: Subject, device: Device, current: Candidate) -> Precisions:
+def precisions_of(subject: Subject, device: TargetDevice, current: Candidate) -> Precisions:
     facts = NumericFacts(
         family=subject.workload.model_class,
         weights_dtype=device.stored_in(subject.workload),
@@ -130,7 +130,7 @@ def precisions_of(subject: Subject, device: Device, current: Candidate) -> Preci
     return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
 
 
-def space_of(subject: Subject, request: Request, device: Device, allowed: Precisions, current: Candidate) -> Space:
+def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: Precisions, current: Candidate) -> Space:
     job, workload = subject.job, subject.workload
     kept = job.kept
     effective = request.effective_batch or job.effective_batch
@@ -155,7 +155,7 @@ def space_of(subject: Subject, request: Request, device: Device, allowed: Precis
     )
 
 
-def likely(pool: Sequence[Candidate], device: Device, current: Candidate) -> tuple[Candidate, ...]:
+def likely(pool: Sequence[Candidate], device: TargetDevice, current: Candidate) -> tuple[Candidate, ...]:
     """Which traces the search will ask for first: the largest batch, unchecked, in the fastest precision; who checkpoints all layers mostly
     has to check some, and who accumulates mostly has to."""
     rate = device.speed.matmul_flops

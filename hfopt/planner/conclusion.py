@@ -20,7 +20,7 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
 from hfopt.planner.space import Precisions, Space
-from hfopt.planner.target import Device
+from hfopt.planner.target import TargetDevice
 from hfopt.planner.trials import Confirmed
 from hfopt.schema import Advice, Candidate, Change, Chosen, LoaderPlan, MemoryPeak, Neutrality, PlanCharts, PlanFacts, Priced, StepTime
 from hfopt.units import format_bytes, format_percent, format_rate
@@ -92,12 +92,12 @@ ALTERNATIVES = 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
+class PlanningOutcome:
     """How the planning went, up to the winner."""
 
     subject: Subject
     request: Request
-    device: Device
+    device: TargetDevice
     space: Space
     allowed: Precisions
     pricing: Pricing
@@ -107,7 +107,7 @@ class Course:
     neutrality: Neutrality | None
 
 
-def concluded(course: Course) -> Plan:
+def concluded(course: PlanningOutcome) -> Plan:
     subject, device, pricing, result = course.subject, course.device, course.pricing, course.result
     winner, winner_time = result.winner
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
@@ -136,7 +136,7 @@ def concluded(course: Course) -> Plan:
     )
 
 
-def _before_and_after(course: Course, feeding: Feeding) -> tuple[Chosen, Chosen]:
+def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen, Chosen]:
     """Both as predicted; the loader is sized for the step as it was measured, where it was."""
     pricing, current = course.pricing, course.current
     winner, winner_time = course.result.winner
@@ -147,7 +147,7 @@ def _before_and_after(course: Course, feeding: Feeding) -> tuple[Chosen, Chosen]
     return before, after
 
 
-def _changes(course: Course, before: Chosen, after: Chosen) -> tuple[Change, ...]:
+def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Change, ...]:
     job = course.subject.job
     outcome = Outcome(
         before=before,
@@ -161,13 +161,13 @@ def _changes(course: Course, before: Chosen, after: Chosen) -> tuple[Change, ...
     return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=job.kept), outcome)
 
 
-def _attention(course: Course) -> dict[str, str]:
+def _attention(course: PlanningOutcome) -> dict[str, str]:
     """Not one of the Trainer's arguments, but it may be a key of the file."""
     stated = course.subject.job.model.attn_implementation
     return {} if stated is None else {"attn_implementation": stated}
 
 
-def _notes(course: Course) -> Iterator[str]:
+def _notes(course: PlanningOutcome) -> Iterator[str]:
     subject, request = course.subject, course.request
     yield from course.device.notes
     yield from subject.notes
@@ -185,27 +185,27 @@ def _notes(course: Course) -> Iterator[str]:
             yield offer.note
 
 
-def _shapes(course: Course) -> Iterator[str]:
+def _shapes(course: PlanningOutcome) -> Iterator[str]:
     compiled = course.result.winner[0].torch_compile or course.subject.job.args.get("torch_compile") is True
     if compiled and course.subject.workload.lengths is not None:
         yield "torch_compile compiles anew for every length: pad all samples to one (or to a multiple of 64), and drop the last batch"
 
 
-def _generation(course: Course) -> Iterator[str]:
+def _generation(course: PlanningOutcome) -> Iterator[str]:
     device, workload = course.device, course.subject.workload
     winner, dtype = course.result.winner[0], device.stored_in(workload)
     peak = course.pricing.memory(winner)
     yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
 
 
-def _failures(course: Course) -> Iterator[str]:
+def _failures(course: PlanningOutcome) -> Iterator[str]:
     for trial in course.result.verdict.failed:
         c = trial.candidate
         words = f"{c.per_device_batch} × {c.accumulation} {c.precision_words(course.device.stored_in(course.subject.workload))}"
         yield f"{words} was predicted to fit and ran out of memory in the dry run: left out"
 
 
-def _alternatives(course: Course, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
+def _alternatives(course: PlanningOutcome, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
     """The runners-up that fit at their own batch, fed by the winner's loader so that their rates compare with its own."""
     winner = course.result.winner[0]
     others = [pair for pair in course.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
@@ -217,7 +217,7 @@ def _alternatives(course: Course, feeding: Feeding, loader: LoaderPlan) -> tuple
     )
 
 
-def _learning_rate(course: Course) -> tuple[float, str] | None:
+def _learning_rate(course: PlanningOutcome) -> tuple[float, str] | None:
     job, scaling, effective = course.subject.job, course.request.lr_scaling, course.space.effective_batch
     before = job.effective_batch
     if scaling == "none" or effective == before:

@@ -38,7 +38,7 @@ _KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class KeptKeys:
     keys: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     most_workers: int | None = None
@@ -58,7 +58,7 @@ def data_parallel_world(trainer: Any) -> int:
     return max(1, world)
 
 
-def kept_keys(trainer: Any) -> Kept:
+def kept_keys(trainer: Any) -> KeptKeys:
     """What was fixed when the Trainer was made."""
     keys: set[str] = set()
     notes: list[str] = []
@@ -82,28 +82,28 @@ def kept_keys(trainer: Any) -> Kept:
         )
     if getattr(trainer.args, "use_liger_kernel", False):
         notes.append("what liger's kernels save is not in the estimate: there is more room than it says")
-    return Kept(keys=frozenset(keys), notes=tuple(notes))
+    return KeptKeys(keys=frozenset(keys), notes=tuple(notes))
 
 
 def _stated_precision(args: Any) -> str:
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
 
-def feeding_limits(trainer: Any) -> Kept:
+def feeding_limits(trainer: Any) -> KeptKeys:
     """A stream is divided among workers by its shards; one that is not divisible would be read once by each of them."""
     from torch.utils.data import IterableDataset
 
     data = trainer.train_dataset
     if not isinstance(data, IterableDataset):
-        return Kept()
+        return KeptKeys()
     shards = getattr(data, "num_shards", None) or getattr(data, "n_shards", None)
     if isinstance(shards, int):
         most = max(1, shards // max(1, data_parallel_world(trainer)))
-        return Kept(
+        return KeptKeys(
             most_workers=most, notes=(f"the data is a stream of {shards} shard{'s' if shards != 1 else ''}: at most {most} workers",)
         )
     note = "the data is an IterableDataset of its own making, which every worker would read from its start: the workers stay"
-    return Kept(keys=frozenset({"dataloader_num_workers"}), notes=(note,))
+    return KeptKeys(keys=frozenset({"dataloader_num_workers"}), notes=(note,))
 
 
 def live_hardware(trainer: Any, request: Request) -> Hardware:

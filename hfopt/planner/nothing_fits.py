@@ -13,9 +13,9 @@ from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Subject, workload_of
-from hfopt.planner.search import Found
+from hfopt.planner.search import SearchResult
 from hfopt.planner.space import divisors
-from hfopt.planner.target import Device
+from hfopt.planner.target import TargetDevice
 from hfopt.schema import Candidate, Checkpointing, Lora, MemoryPeak, Quantization, TrainJob
 from hfopt.units import format_bytes
 
@@ -24,14 +24,14 @@ MOST_CARDS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remedy:
+class MemoryRemedy:
     """One change and how it alters the job; `words` says what the user would do."""
 
     words: str
     job: TrainJob
 
 
-def nothing_fits(subject: Subject, device: Device, pricing: Pricing, found: Found) -> NothingFits:
+def nothing_fits(subject: Subject, device: TargetDevice, pricing: Pricing, found: SearchResult) -> NothingFits:
     """The error that says what is missing and what would fit."""
     smallest = _smallest(subject, found)
     peak = pricing.memory(smallest)
@@ -41,7 +41,7 @@ def nothing_fits(subject: Subject, device: Device, pricing: Pricing, found: Foun
     return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with", hint=hint)
 
 
-def _smallest(subject: Subject, found: Found) -> Candidate:
+def _smallest(subject: Subject, found: SearchResult) -> Candidate:
     """The candidate that needs least: the smallest batch, checkpointed as far as it goes, in the lightest precision."""
     weight = {"fp16": 0, "bf16": 0, "tf32": 1, "fp32": 1}
 
@@ -52,7 +52,7 @@ def _smallest(subject: Subject, found: Found) -> Candidate:
     return min((rejection.candidate for rejection in found.rejected), key=load)
 
 
-def _remedies(subject: Subject, device: Device, pricing: Pricing, smallest: Candidate, peak: MemoryPeak) -> Iterator[str]:
+def _remedies(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate, peak: MemoryPeak) -> Iterator[str]:
     job = subject.job
     if (freed := _freed(subject, device, pricing, smallest)) is not None:
         yield freed
@@ -71,7 +71,7 @@ def _remedies(subject: Subject, device: Device, pricing: Pricing, smallest: Cand
         yield f"a card with more memory: {card}"
 
 
-def _freed(subject: Subject, device: Device, pricing: Pricing, smallest: Candidate) -> str | None:
+def _freed(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate) -> str | None:
     """What was kept may be all that stands in the way."""
     if not subject.job.kept:
         return None
@@ -88,27 +88,27 @@ def _freed(subject: Subject, device: Device, pricing: Pricing, smallest: Candida
     return None
 
 
-def _changes_of_the_job(subject: Subject) -> Iterator[Remedy]:
+def _changes_of_the_job(subject: Subject) -> Iterator[MemoryRemedy]:
     job = subject.job
     full = job.model.lora is None
     if full and "8bit" not in str(job.args.get("optim", "")):
-        yield Remedy(words="8-bit Adam (optim: adamw_bnb_8bit)", job=replace(job, args={**job.args, "optim": "adamw_bnb_8bit"}))
+        yield MemoryRemedy(words="8-bit Adam (optim: adamw_bnb_8bit)", job=replace(job, args={**job.args, "optim": "adamw_bnb_8bit"}))
     if full:
-        yield Remedy(words="LoRA on all linear layers (r=16)", job=_with_lora(job))
+        yield MemoryRemedy(words="LoRA on all linear layers (r=16)", job=_with_lora(job))
     if job.model.quantization is None:
         base = job if not full else _with_lora(job)
-        yield Remedy(words="a 4-bit base (QLoRA)", job=replace(base, model=replace(base.model, quantization=Quantization(bits=4))))
+        yield MemoryRemedy(words="a 4-bit base (QLoRA)", job=replace(base, model=replace(base.model, quantization=Quantization(bits=4))))
     length = subject.workload.shape.length
     while length is not None and length // 2 >= SHORTEST:
         length //= 2
-        yield Remedy(words=f"sequences of at most {length} tokens", job=replace(job, data=replace(job.data, max_length=length)))
+        yield MemoryRemedy(words=f"sequences of at most {length} tokens", job=replace(job, data=replace(job.data, max_length=length)))
 
 
 def _with_lora(job: TrainJob) -> TrainJob:
     return replace(job, model=replace(job.model, lora=Lora(r=16, alpha=32, target_modules="all-linear")))
 
 
-def _together(subject: Subject, device: Device, pricing: Pricing, smallest: Candidate) -> Iterator[str]:
+def _together(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate) -> Iterator[str]:
     """No single change is enough: a 4-bit base with LoRA and ever shorter sequences."""
     job = _with_lora(subject.job)
     job = replace(job, model=replace(job.model, quantization=Quantization(bits=4)))
@@ -132,7 +132,7 @@ def _needed(subject: Subject, pricing: Pricing, job: TrainJob, smallest: Candida
         return None
 
 
-def _shards(peak: MemoryPeak, device: Device) -> int | None:
+def _shards(peak: MemoryPeak, device: TargetDevice) -> int | None:
     cards = 2
     while cards <= MOST_CARDS:
         if _sharded_bytes(peak, cards) <= device.budget_bytes:
@@ -149,7 +149,7 @@ def _sharded_bytes(peak: MemoryPeak, cards: int) -> int:
     return peak.device_bytes - states + states // cards
 
 
-def _larger_card(peak: MemoryPeak, device: Device) -> str | None:
+def _larger_card(peak: MemoryPeak, device: TargetDevice) -> str | None:
     usable: Callable[[int], bool] = lambda memory: memory * 0.94 >= peak.device_bytes  # noqa: E731
     enough = sorted(
         (card for card in catalog.cards() if usable(card.usable_bytes or card.memory_bytes)),

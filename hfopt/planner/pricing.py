@@ -14,7 +14,7 @@ from hfopt.memory.step_memory import Estimate
 from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
-from hfopt.speed.step_time import Ranks, StepTimer
+from hfopt.speed.step_time import RankTraffic, StepTimer
 
 RECOMPUTED_SHARE = 0.5  # of the forward's time, at the least, that full checkpointing repeats: a lower bound, its blocks hold more
 SMALL_SHARE = 0.02
@@ -30,7 +30,7 @@ class Pricing:
     base: StepSettings
     speed: Speed
     budget_bytes: int
-    ranks: Ranks
+    ranks: RankTraffic
     capacity_bytes: int | None = None  # of the device, headroom included
     offset_bytes: int = 0  # what the world adds to one device (gradient buckets) or takes off it (shards)
     estimator: Estimator

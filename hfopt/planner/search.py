@@ -137,12 +137,12 @@ class Models(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class SearchResult:
     ranked: tuple[tuple[Candidate, StepTime], ...]  # the candidates that fit, best first; () when nothing does
     rejected: tuple[Rejection, ...]
 
 
-def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Candidate | None = None) -> Found:
+def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: int, *, current: Candidate | None = None) -> SearchResult:
     """The candidates that fit in their order, and the others with their reasons."""
     left_out: list[Rejection] = []
     while True:
@@ -153,7 +153,7 @@ def best_first(candidates: Sequence[Candidate], models: Models, budget_bytes: in
         left_out.append(Rejection(candidate=winner, reason=hole_reason(winner, budget_bytes)))
 
 
-def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int, current: Candidate | None) -> Found:
+def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int, current: Candidate | None) -> SearchResult:
     heap = [(models.bound_s(candidate), False, index) for index, candidate in enumerate(candidates)]
     heapq.heapify(heap)
     fitting: dict[Candidate, StepTime] = {}
@@ -183,7 +183,7 @@ def _searched(candidates: Sequence[Candidate], models: Models, budget_bytes: int
             fitting[candidate] = models.time(candidate)
             best_s = min(best_s, seconds)
     _add_the_rest(left, candidates, models, budget_bytes, best_s, fitting, rejected)
-    return Found(ranked=rank(fitting, fitting.__getitem__, current=current), rejected=tuple(rejected))
+    return SearchResult(ranked=rank(fitting, fitting.__getitem__, current=current), rejected=tuple(rejected))
 
 
 def _add_the_rest(

@@ -24,7 +24,7 @@ from hfopt.planner.search import budget_bytes
 from hfopt.planner.trace_ahead import Estimator
 from hfopt.schema import Gpu, Hardware, Sharding, StepSettings, Workload
 from hfopt.speed.device_speed import Speed, speed_of
-from hfopt.speed.step_time import Ranks
+from hfopt.speed.step_time import RankTraffic
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
@@ -35,14 +35,14 @@ HOST_PASSES = 3  # torch's Adam on the CPU goes over the states several times; D
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
     sharding: Sharding | None
-    ranks: Ranks
+    ranks: RankTraffic
 
 
 def world_of(subject: Subject) -> World:
     job = subject.job
     sharding = sharding_of(job.args, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
     if sharding is None:
-        return World(sharding=None, ranks=Ranks(world_size=job.world_size))
+        return World(sharding=None, ranks=RankTraffic(world_size=job.world_size))
     return World(sharding=sharding, ranks=_ranks(subject, sharding))
 
 
@@ -60,7 +60,7 @@ def weight_bytes(subject: Subject) -> int:
     return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
 
 
-def _ranks(subject: Subject, sharding: Sharding) -> Ranks:
+def _ranks(subject: Subject, sharding: Sharding) -> RankTraffic:
     workload, world = subject.workload, sharding.world_size
     stored = weight_bytes(subject)
     mixed = precision_of(subject.job.args) in ("bf16", "fp16")
@@ -68,12 +68,12 @@ def _ranks(subject: Subject, sharding: Sharding) -> Ranks:
     share = (world - 1) / world
     weights, gradients = sent * workload.parameters * share, sent * workload.trainable_parameters * share
     if sharding.engine == "ddp":
-        return Ranks(world_size=world, step_bytes=2 * gradients)
+        return RankTraffic(world_size=world, step_bytes=2 * gradients)
     if sharding.engine == "zero2":
-        return Ranks(world_size=world, micro_batch_bytes=gradients, step_bytes=gradients, host_s=_host_s(subject, sharding, passes=1))
+        return RankTraffic(world_size=world, micro_batch_bytes=gradients, step_bytes=gradients, host_s=_host_s(subject, sharding, passes=1))
     gathers = 2 if sharding.reshard_after_forward else 1
     passes = HOST_PASSES if sharding.engine == "fsdp2" else 1
-    return Ranks(world_size=world, micro_batch_bytes=gathers * weights + gradients, host_s=_host_s(subject, sharding, passes=passes))
+    return RankTraffic(world_size=world, micro_batch_bytes=gathers * weights + gradients, host_s=_host_s(subject, sharding, passes=passes))
 
 
 def _host_s(subject: Subject, sharding: Sharding, *, passes: int) -> float:
@@ -112,13 +112,13 @@ CPU_CAPABILITY = (8, 0)  # which CUDA kernels stand in for the CPU's in a trace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class TargetDevice:
     gpu: Gpu | None  # None: the CPU
     name: str
     speed: Speed
     budget_bytes: int
     base: StepSettings
-    ranks: Ranks
+    ranks: RankTraffic
     offset_bytes: int
     notes: tuple[str, ...]
 
@@ -154,7 +154,7 @@ def allocator_conf() -> str | None:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
-def device_of(subject: Subject, request: Request) -> Device:
+def device_of(subject: Subject, request: Request) -> TargetDevice:
     hardware, args = subject.hardware, subject.job.args
     gpu = hardware.smallest
     notes = list(hardware.notes)
@@ -180,7 +180,7 @@ def device_of(subject: Subject, request: Request) -> Device:
         notes.append(f"{world.ranks.world_size} devices over {words}")
     elif request.link is not None:
         notes.append(f"--link {request.link} changes nothing: one device sends nothing to others")
-    return Device(
+    return TargetDevice(
         gpu=gpu,
         name=gpu.name if gpu is not None else "the CPU",
         speed=speed,

@@ -25,7 +25,7 @@ from hfopt.errors import NothingFits, VirtualGpuError
 from hfopt.memory.step_memory import context_bytes
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress
-from hfopt.planner.search import Found
+from hfopt.planner.search import SearchResult
 from hfopt.probe.dry_run import Extent, Prepared
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, Gpu, Hardware, StepTime, TrainJob, Trial
 from hfopt.virtual.environment import available
@@ -132,7 +132,7 @@ MOST_ROUNDS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Confirmed:
-    found: Found
+    found: SearchResult
     verdict: Tried
     correction: Correction | None = None
 
@@ -142,7 +142,9 @@ class Confirmed:
         return self.found.ranked[self.verdict.chosen]
 
 
-def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: Run, *, timed_from: Candidate | None = None) -> Confirmed:
+def confirmed(
+    found: SearchResult, search: Callable[[], SearchResult], pricing: Pricing, run: Run, *, timed_from: Candidate | None = None
+) -> Confirmed:
     """`search` makes the search again with the corrected pricing; `timed_from`: measured times decide, from these settings on."""
     state = _tried(found, pricing, run, timed_from)
     for _ in range(MOST_ROUNDS):
@@ -162,7 +164,7 @@ def confirmed(found: Found, search: Callable[[], Found], pricing: Pricing, run: 
     return state
 
 
-def _tried(found: Found, pricing: Pricing, run: Run, timed_from: Candidate | None) -> Confirmed:
+def _tried(found: SearchResult, pricing: Pricing, run: Run, timed_from: Candidate | None) -> Confirmed:
 
     @cache
     def needs() -> dict[Candidate, int]:

@@ -92,7 +92,7 @@ class CpuMeter:
             return peak if sys.platform == "darwin" else peak * 1024
 
 
-class StepClock(transformers.TrainerCallback):  # type: ignore[misc]
+class MeasuredSteps(transformers.TrainerCallback):  # type: ignore[misc]
     """When each optimizer step began and ended, with the device idle at its end; after `enough_s` and a few steps it ends the run."""
 
     def __init__(self, meter: CpuMeter | CudaMeter, *, enough_s: float | None = None) -> None:
@@ -149,7 +149,7 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
         return index
 
 
-def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], output: Path, clock: StepClock) -> Any:
+def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], output: Path, clock: MeasuredSteps) -> Any:
     candidate, eval_batch = told
     run = min(candidate.accumulation, order.extent.micro_batches or candidate.accumulation)
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
@@ -247,7 +247,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
     workload = from_spec(order.job.model, order.job.data, trainer=order.job.trainer)
     assert transformers.Trainer and transformers.TrainingArguments, "imported now, while there is time"
     meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
-    clock = StepClock(meter, enough_s=order.extent.enough_s)
+    clock = MeasuredSteps(meter, enough_s=order.extent.enough_s)
     facts: dict[str, Any] = {"outcome": "ok"}
     phase = "loading the model"
     try:

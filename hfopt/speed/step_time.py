@@ -33,7 +33,7 @@ HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranks:
+class RankTraffic:
     """What each device sends: in every micro-batch (sharded weights, their gradients) and once per step (gradients, updated weights).
 
     `host_s` is what offloading adds to a step: copies to and from the host, and the update there."""
@@ -53,11 +53,11 @@ class StepTimer:
         speed: Speed,
         precision: Precision,
         *,
-        ranks: Ranks | None = None,
+        ranks: RankTraffic | None = None,
         tokens_per_sample: int | None = None,
         compiled: bool = False,
     ) -> None:
-        self._ops, self._speed, self._ranks = tuple(ops), speed, ranks or Ranks()
+        self._ops, self._speed, self._ranks = tuple(ops), speed, ranks or RankTraffic()
         self._tokens = tokens_per_sample
         self._count = np.array([op.count * (_compiled_share(op, COMPILED_LAUNCHES) if compiled else 1) for op in ops])
         self._flops = np.array([(op.flops_constant, op.flops_slope) for op in ops]).reshape(-1, 2)

@@ -101,13 +101,13 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class SizedTemporary:
     tensor: torch.Tensor
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptWorkspace:
     """Taken at the first use in each thread and never returned."""
 
     name: str
@@ -149,12 +149,12 @@ class Kernels:
         self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
 
     def workspace(self) -> list[Step]:
-        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else Kept("cublas", self.cublas_bytes)]
+        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else KeptWorkspace("cublas", self.cublas_bytes)]
 
     def lt_workspace(self) -> list[Step]:
         if self.torch_version >= (2, 15) or self.torch_version < (2, 9):
             return [constant(MIB)]
-        return self.workspace() if self.torch_version >= (2, 11) else [Kept("cublaslt", MIB)]
+        return self.workspace() if self.torch_version >= (2, 11) else [KeptWorkspace("cublaslt", MIB)]
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -281,7 +281,7 @@ def _packed(tensors: Sequence[Any]) -> list[Step]:
 
 def _normalization(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
     """ATen/native/cuda/layer_norm_kernel.cu keeps mean and rstd in float32 whatever the input is."""
-    statistics = (Sized(statistic, statistic.numel() * max(4, statistic.element_size())) for statistic in out[1:])
+    statistics = (SizedTemporary(statistic, statistic.numel() * max(4, statistic.element_size())) for statistic in out[1:])
     return [*_packed(args[:1]), out[0], *statistics]
 
 

@@ -27,7 +27,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.trace.cuda_allocations import CTC, Formula, Kept, Kernels, Sized, ctc_output, order_on_cuda
+from hfopt.trace.cuda_allocations import CTC, Formula, KeptWorkspace, Kernels, SizedTemporary, ctc_output, order_on_cuda
 from hfopt.trace.fake_values import Values
 from hfopt.trace.fast_fake import FastFake
 
@@ -281,9 +281,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         for step in steps:
             if isinstance(step, torch.Tensor):
                 self.take(step, op=func)
-            elif isinstance(step, Sized):
+            elif isinstance(step, SizedTemporary):
                 self.take(step.tensor, op=func, size=step.bytes)
-            elif isinstance(step, Kept):
+            elif isinstance(step, KeptWorkspace):
                 self._keep(step, func)
             elif isinstance(step, Formula):
                 self.trace.formulas[len(self.trace.events)] = step
@@ -295,7 +295,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if block != _HOST:
                 self.release(block)
 
-    def _keep(self, step: Kept, func: Any) -> None:
+    def _keep(self, step: KeptWorkspace, func: Any) -> None:
         """On CUDA backward runs in a thread of its own, with its own handles."""
         key = (step.name, torch._C._current_autograd_node() is not None)
         if key not in self._kept:

@@ -98,7 +98,7 @@ Script = Callable[["Session"], None]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
-class Session:
+class TraceSession:
     """What a script works with: the fake model, a way to make batches, the recorder with its phases."""
 
     def __init__(self, model: Any, batch: Callable[[], dict[str, Any]], recorder: Recorder) -> None:
@@ -163,7 +163,7 @@ class Tracer:
             real = change(self._make_batch(batch_size))
             with self._fake_mode, cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
-                session = Session(self.model, lambda: self._fake_batch(real), recorder)
+                session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:
                     script(session)
                 except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:

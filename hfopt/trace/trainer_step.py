@@ -16,15 +16,15 @@ import torch
 
 from hfopt.schema import StepSettings
 from hfopt.trace.optimizers import make_optimizer
-from hfopt.trace.tracer import Session
+from hfopt.trace.tracer import TraceSession
 
 _AUTOCAST_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def trainer_script(
     settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None = None, *, steps: int = 2
-) -> Callable[[Session], None]:
-    def script(session: Session) -> None:
+) -> Callable[[TraceSession], None]:
+    def script(session: TraceSession) -> None:
         loop_class(settings)(session, settings, compute_loss).run(steps)
 
     return script
@@ -42,7 +42,7 @@ def loop_class(settings: StepSettings) -> type[TrainerLoop]:
 class TrainerLoop:
     """What the Trainer holds while it trains; `run` is `_run_epoch`."""
 
-    def __init__(self, session: Session, settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None) -> None:
+    def __init__(self, session: TraceSession, settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None) -> None:
         self.session, self.settings, self._compute_loss = session, settings, compute_loss
         self.model = session.model
         self.autocast_dtype = _AUTOCAST_DTYPE.get(settings.precision)

@@ -33,7 +33,7 @@ from hfopt.trace.optimizers import make_optimizer, parameter_groups
 from hfopt.trace.trainer_step import TrainerLoop
 
 
-class Layout:
+class FlatLayout:
     """The parts of the flat groups, in elements."""
 
     def __init__(self, groups: Sequence[Sequence[int]], world: int) -> None:
@@ -233,7 +233,7 @@ class Zero2Loop(ZeroLoop):
                 self.hold(parameter.numel(), parameter.dtype, "weights", "to_device")
         for elements, dtype in self.shares():
             self.hold(elements * self.world, dtype, "weights", "flatten")
-        self._layout = Layout([[p.numel() for p in group["params"]] for group in parameter_groups(self.model)], self.world)
+        self._layout = FlatLayout([[p.numel() for p in group["params"]] for group in parameter_groups(self.model)], self.world)
         self._places = {id(p): (g, i) for g, group in enumerate(parameter_groups(self.model)) for i, p in enumerate(group["params"])}
         self._stream = REDUCTION_STREAM if self.sizes.overlap_comm else 0
         self._bucket: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from nvml_standin import NvmlStandin
 
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog
-from hfopt.hardware.catalog import Entry, entries
+from hfopt.hardware.catalog import CatalogEntry, entries
 from hfopt.hardware.detect import detect, named
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
@@ -116,7 +116,7 @@ def test_one_product_name_for_two_memory_sizes(driver: NvmlStandin) -> None:
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.name)
-def test_every_name_nvml_gives_a_card_is_known(entry: Entry) -> None:
+def test_every_name_nvml_gives_a_card_is_known(entry: CatalogEntry) -> None:
     for name in entry.names[1:] or entry.names:
         for product in (f"NVIDIA {name}", name, f"NVIDIA {name.removesuffix(' GPU')} GPU"):
             found = catalog.identify(product, entry.gpu.memory_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfopt.hardware import catalog
-from hfopt.hardware.catalog import Entry, driver_reserve_mib, mig_entries, table
+from hfopt.hardware.catalog import CatalogEntry, driver_reserve_mib, mig_entries, table
 from hfopt.schema import Gpu
 
 TABLE: Mapping[str, Any] = table()
@@ -93,7 +93,7 @@ def test_the_rule_for_the_drivers_reserve_bears_out_the_reports(card: dict[str, 
 
 
 @pytest.mark.parametrize("entry", mig_entries(), ids=lambda entry: entry.name)
-def test_a_mig_instance_is_a_part_of_its_card(entry: Entry) -> None:
+def test_a_mig_instance_is_a_part_of_its_card(entry: CatalogEntry) -> None:
     gpu = entry.gpu
     assert gpu.catalog_name is not None and gpu.sms is not None and gpu.bandwidth_bytes_per_s is not None
     card = catalog.find(gpu.catalog_name)

@@ -23,9 +23,9 @@ def driver(nvml_standin: NvmlStandin, monkeypatch: pytest.MonkeyPatch) -> NvmlSt
     return nvml_standin
 
 
-def connected() -> nvml.Session:
+def connected() -> nvml.NvmlSession:
     session = nvml.connect()
-    assert isinstance(session, nvml.Session)
+    assert isinstance(session, nvml.NvmlSession)
     return session
 
 

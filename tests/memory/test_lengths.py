@@ -16,7 +16,7 @@ from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
-from hfopt.trace.tracer import Session, Tracer, prepared
+from hfopt.trace.tracer import Tracer, TraceSession, prepared
 from hfopt.trace.trainer_step import trainer_script
 
 LONGEST, BATCH = 64, 5
@@ -33,10 +33,10 @@ def _peaks(events: Any) -> tuple[int, int]:
     return allocator.peak_allocated, allocator.peak_reserved
 
 
-class _OfLengths(Session):
+class _OfLengths(TraceSession):
     """A session whose batches are each of their own length."""
 
-    def __init__(self, session: Session, tracer: Tracer, batches: list[dict[str, Any]]) -> None:
+    def __init__(self, session: TraceSession, tracer: Tracer, batches: list[dict[str, Any]]) -> None:
         made = iter(batches)
         super().__init__(session.model, lambda: tracer._fake_batch(next(made)), session.recorder)
 

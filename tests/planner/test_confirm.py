@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits
-from hfopt.planner.search import Found
+from hfopt.planner.search import SearchResult
 from hfopt.planner.trials import confirmed
 from hfopt.schema import Candidate, Correction, MemoryPeak, StepTime, Trial
 
@@ -66,9 +66,9 @@ class FakePricing:
         self.factor = found.measured_reserved_bytes / found.predicted_reserved_bytes
         self.corrections.append(found)
 
-    def search(self) -> Found:
+    def search(self) -> SearchResult:
         fitting = [batch for batch in BATCHES if batch * 1000 * self.factor <= 40_000]
-        return Found(ranked=tuple((candidate(batch), _time(batch)) for batch in fitting), rejected=())
+        return SearchResult(ranked=tuple((candidate(batch), _time(batch)) for batch in fitting), rejected=())
 
 
 def _time(batch: int) -> StepTime:

@@ -9,7 +9,7 @@ import pytest
 
 from hfopt.planner.pricing import Pricing
 from hfopt.schema import BatchShape, Candidate, StepSettings, Workload
-from hfopt.speed.step_time import Ranks
+from hfopt.speed.step_time import RankTraffic
 from hfopt.units import GIB
 
 ACCUMULATED = Candidate(per_device_batch=2, accumulation=4, precision="bf16")
@@ -28,7 +28,12 @@ def _pricing(*, parameters: int, trained: int, budget_bytes: int) -> Pricing:
     )
     nothing = cast(Any, None)
     return Pricing(
-        workload=workload, base=StepSettings(), speed=nothing, budget_bytes=budget_bytes, ranks=Ranks(), estimator=cast(Any, pytest.fail)
+        workload=workload,
+        base=StepSettings(),
+        speed=nothing,
+        budget_bytes=budget_bytes,
+        ranks=RankTraffic(),
+        estimator=cast(Any, pytest.fail),
     )
 
 

@@ -78,13 +78,13 @@ def test_a_loss_of_the_users_own_trains_and_evaluates(run: Any, tiny_job: TrainJ
 
 def test_enough_is_enough_after_a_few_steps(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    known = training_steps.StepClock.on_step_end
+    known = training_steps.MeasuredSteps.on_step_end
 
     def count(self: Any, args: Any, state: Any, control: Any, **more: Any) -> None:
         known(self, args, state, control, **more)
         ended.append(state.global_step)
 
-    monkeypatch.setattr(training_steps.StepClock, "on_step_end", count)
+    monkeypatch.setattr(training_steps.MeasuredSteps, "on_step_end", count)
     assert run(steps=50, enough_s=0.0)["outcome"] == "ok"
     assert ended == [1, 2, 3, 4]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hfopt.schema import Gpu, OpCost
 from hfopt.speed.device_speed import Speed, architecture, speed_of, table
-from hfopt.speed.step_time import Ranks, StepTimer, step_time
+from hfopt.speed.step_time import RankTraffic, StepTimer, step_time
 
 A100 = Gpu(
     name="A100",
@@ -111,10 +111,10 @@ def test_whole_waves_cost_what_they_hold() -> None:
 
 
 def test_gradients_cross_the_link_once_per_step_and_shards_in_every_micro_batch() -> None:
-    ranks = Ranks(world_size=8, step_bytes=40 << 30)
+    ranks = RankTraffic(world_size=8, step_bytes=40 << 30)
     alone = StepTimer(BIG, fast(), "bf16").at(4, 4)
     reduced = StepTimer(BIG, fast(), "bf16", ranks=ranks).at(4, 4)
-    sharded = StepTimer(BIG, fast(), "bf16", ranks=Ranks(world_size=8, micro_batch_bytes=60 << 30)).at(4, 4)
+    sharded = StepTimer(BIG, fast(), "bf16", ranks=RankTraffic(world_size=8, micro_batch_bytes=60 << 30)).at(4, 4)
     assert alone.step_s < reduced.step_s < sharded.step_s
     assert sharded.bound == "communication"
 

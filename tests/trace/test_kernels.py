@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.memory.step_memory import context_bytes
-from hfopt.trace.cuda_allocations import Formula, Kept, Kernels
+from hfopt.trace.cuda_allocations import Formula, KeptWorkspace, Kernels
 from hfopt.units import KIB, MIB
 
 
@@ -21,14 +21,14 @@ from hfopt.units import KIB, MIB
 def test_workspaces_by_version(version: tuple[int, int], cublas_kept: bool, lt_kept: bool, lt_bytes: int) -> None:
     kernels = Kernels(capability=(8, 6), torch_version=version)
     (cublas,), (lt,) = kernels.workspace(), kernels.lt_workspace()
-    assert isinstance(cublas, Kept) is cublas_kept and isinstance(lt, Kept) is lt_kept
-    assert isinstance(lt, (Kept, Formula))
-    assert (lt.bytes if isinstance(lt, Kept) else lt.bytes()) == lt_bytes
+    assert isinstance(cublas, KeptWorkspace) is cublas_kept and isinstance(lt, KeptWorkspace) is lt_kept
+    assert isinstance(lt, (KeptWorkspace, Formula))
+    assert (lt.bytes if isinstance(lt, KeptWorkspace) else lt.bytes()) == lt_bytes
 
 
 def test_a_shared_workspace_is_one_block() -> None:
     kernels = Kernels(capability=(9, 0), torch_version=(2, 13))
-    assert kernels.workspace() == kernels.lt_workspace() == [Kept("cublas", 32 * MIB)]
+    assert kernels.workspace() == kernels.lt_workspace() == [KeptWorkspace("cublas", 32 * MIB)]
 
 
 def test_the_installed_version_is_the_default() -> None:

@@ -26,7 +26,7 @@ def is_oom(error: BaseException | None) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OOM_WORDS))
 
 
-class Recorder:
+class RehearsalRecorder:
     """The report of this process. A phase is what the table shows; a part says where in it the peak was."""
 
     def __init__(self, folder: str, steps: int) -> None:
@@ -139,7 +139,7 @@ class Recorder:
             self.write()
 
 
-def _follow_optimizer(recorder: Recorder) -> None:
+def _follow_optimizer(recorder: RehearsalRecorder) -> None:
     """A script without a Trainer: its first optimizer's steps are the steps."""
     first: list[int] = []
 
@@ -165,8 +165,8 @@ def _follow_optimizer(recorder: Recorder) -> None:
     register_optimizer_step_post_hook(after)
 
 
-def install() -> Recorder:
-    recorder = Recorder(os.environ["HFOPT_REHEARSAL"], int(os.environ["HFOPT_REHEARSAL_STEPS"]))
+def install() -> RehearsalRecorder:
+    recorder = RehearsalRecorder(os.environ["HFOPT_REHEARSAL"], int(os.environ["HFOPT_REHEARSAL_STEPS"]))
     _follow_optimizer(recorder)
     atexit.register(recorder.at_exit)
     os.register_at_fork(after_in_child=recorder.restart)

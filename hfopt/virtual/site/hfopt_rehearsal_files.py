@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import torch
-from hfopt_rehearsal import BETWEEN, Recorder  # type: ignore[import-not-found]
+from hfopt_rehearsal import BETWEEN, RehearsalRecorder  # type: ignore[import-not-found]
 
 _MOST_CHECKPOINT_BYTES = 1 << 26
 
@@ -36,7 +36,7 @@ def _checkpoint_bytes(trainer: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *trainer.model.parameters()))
 
 
-def follow_saving(trainer: Any, recorder: Recorder, did: set[str]) -> None:
+def follow_saving(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> None:
     save = trainer._save_checkpoint
 
     @functools.wraps(save)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from hfopt_rehearsal import BETWEEN, LATER, OPTIMIZER, Recorder, is_oom  # type: ignore[import-not-found]
+from hfopt_rehearsal import BETWEEN, LATER, OPTIMIZER, RehearsalRecorder, is_oom  # type: ignore[import-not-found]
 from hfopt_rehearsal_files import follow_saving, inside, keep_writes_inside, redirect  # type: ignore[import-not-found]
 
 _MOST_EVAL_BATCHES = 8
@@ -58,7 +58,7 @@ def _asked_of_the_card(trainer: Any) -> list[str]:
     return asks
 
 
-def _callback_for(trainer: Any, recorder: Recorder, did: set[str]) -> Any:
+def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> Any:
     from transformers import TrainerCallback
 
     class Follow(TrainerCallback):  # type: ignore[misc]
@@ -88,7 +88,7 @@ def _callback_for(trainer: Any, recorder: Recorder, did: set[str]) -> Any:
     return Follow()
 
 
-def _follow_steps(trainer: Any, recorder: Recorder) -> None:
+def _follow_steps(trainer: Any, recorder: RehearsalRecorder) -> None:
     compute_loss = trainer.compute_loss
 
     @functools.wraps(compute_loss)
@@ -104,7 +104,7 @@ def _follow_steps(trainer: Any, recorder: Recorder) -> None:
     trainer.compute_loss = followed
 
 
-def _follow_evaluation(trainer: Any, recorder: Recorder, did: set[str]) -> None:
+def _follow_evaluation(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> None:
     evaluate, get_loader = trainer.evaluate, trainer.get_eval_dataloader
     loaders: list[_FewBatches] = []
 
@@ -134,7 +134,7 @@ def _follow_evaluation(trainer: Any, recorder: Recorder, did: set[str]) -> None:
     trainer.get_eval_dataloader, trainer.evaluate = few, followed
 
 
-def _foresee_whole_evaluation(recorder: Recorder, loaders: list[_FewBatches], start: int) -> None:
+def _foresee_whole_evaluation(recorder: RehearsalRecorder, loaders: list[_FewBatches], start: int) -> None:
     """Without eval_accumulation_steps the Trainer gathers all logits on the card and joins them: at the end twice their size."""
     seen = recorder.report["phases"].get("evaluation")
     for loader in loaders if seen else ():
@@ -150,7 +150,7 @@ def _foresee_whole_evaluation(recorder: Recorder, loaders: list[_FewBatches], st
         }
 
 
-def install(module: ModuleType, recorder: Recorder) -> None:
+def install(module: ModuleType, recorder: RehearsalRecorder) -> None:
     """Changes transformers.trainer.Trainer for this process."""
     trainer_class: Any = module.Trainer
     initialize, train, save_model = trainer_class.__init__, trainer_class.train, trainer_class.save_model
