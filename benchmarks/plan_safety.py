@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="finished draws are kept here, one JSON object a line")
     parser.add_argument(
-        "--keep", type=Path, help="a folder for traces and runs; a new one after a change to hfopt/estimate, workload, verify or virtual"
+        "--keep", type=Path, help="a folder for traces and runs; a new one after a change to hfopt/trace, memory, model, probe or virtual"
     )
     parser.add_argument("--only", type=int, nargs="+", help="these draws alone")
     parser.add_argument("--beyond", action="store_true", help="models beyond the list the draws are defined by")

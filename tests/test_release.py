@@ -21,7 +21,7 @@ INSIDE = (
     "hfopt/virtual/csrc/memory.c",
     "hfopt/virtual/csrc/stub.h",
     "hfopt/virtual/site/hfopt_rehearsal.py",
-    "hfopt/workload/architectures.jsonl",
+    "hfopt/model/architectures.jsonl",
 )
 
 

@@ -42,7 +42,7 @@ class Architecture:
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
-    lines = files("hfopt.workload").joinpath("architectures.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = files("hfopt.model").joinpath("architectures.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["id"]: record for record in map(json.loads, lines)}
     return tuple(_architecture(record, records) for record in records.values())
 

@@ -1,6 +1,6 @@
 """Runs a command that may hang, fork or be killed, so that nothing of it is left: no process, no temporary file.
 
-The command is started by a guard (guard.py) that ends it at the time limit and when this process dies, however it dies.
+The command is started by a guard (child_guard.py) that ends it at the time limit and when this process dies, however it dies.
 """
 
 from __future__ import annotations

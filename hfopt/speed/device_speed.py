@@ -61,7 +61,7 @@ class Speed:
 
 @cache
 def table() -> dict[str, Any]:
-    parsed: dict[str, Any] = toml.loads((files("hfopt.estimate") / "efficiency.toml").read_text(encoding="utf-8"))
+    parsed: dict[str, Any] = toml.loads((files("hfopt.speed") / "efficiency.toml").read_text(encoding="utf-8"))
     return parsed
 
 

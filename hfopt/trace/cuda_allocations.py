@@ -114,7 +114,7 @@ class KeptWorkspace:
     bytes: int
 
 
-Step: TypeAlias = "torch.Tensor | Sized | Formula | Kept | int"
+Step: TypeAlias = "torch.Tensor | SizedTemporary | Formula | KeptWorkspace | int"
 
 # multiprocessors of a common card and threads per multiprocessor (CUDA C programming guide, technical specifications per capability)
 _MULTIPROCESSORS = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}

@@ -94,7 +94,7 @@ def _require_grades(every_n_layers: int) -> None:
         )
 
 
-Script = Callable[["Session"], None]
+Script = Callable[["TraceSession"], None]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
     counter.write_text("0")
     plain = hfopt_run(str(SCRIPT), str(tmp_path / "plain"), "none")
     kernel = (
-        "import sys; from pathlib import Path; from hfopt.runtime import launch; from hfopt.cgroup import Kills\n"
+        "import sys; from pathlib import Path; from hfopt.launch import supervisor as launch; from hfopt.cgroup import Kills\n"
         f"launch.oom_kills = lambda: Kills(own=int(Path({str(counter)!r}).read_text()), system=None)\n"
         f"sys.argv = ['hfopt', 'run', '--no-plan', {str(SCRIPT)!r}, {str(tmp_path)!r}, 'killed']\n"
         "from hfopt.cli import main; main()"

@@ -87,7 +87,7 @@ import json, torch
 FAULTS = """
 import ctypes, torch
 from transformers import TrainerCallback
-from hfopt.runtime import sampler
+from hfopt.monitor import sampler
 sampler._MOST_OF_TIME = 1.0  # readings at their interval also where one is slow
 
 class Break(TrainerCallback):

@@ -107,7 +107,7 @@ def test_a_hanging_child_and_all_it_started_are_ended_at_the_limit(tmp_path: Pat
 
 PARENT = """
 import os, sys
-from hfopt.verify import child
+from hfopt.probe import child_process as child
 with child.scratch_folder() as folder:
     sys.stdout.write("started\\n")
     sys.stdout.flush()
