@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that an editor knows what the names are
+    from hfopt.errors import HfoptError as HfoptError
+    from hfopt.errors import NothingFits as NothingFits
     from hfopt.monitor.callback import HFGpuMonitor as HFGpuMonitor
     from hfopt.oom.protect import protect as protect
     from hfopt.planner import Plan as Plan
@@ -16,10 +18,12 @@ if TYPE_CHECKING:  # so that an editor knows what the names are
     from hfopt.planner import plan as plan
 
 __version__ = "0.1.0"
+__all__ = ["HFGpuMonitor", "HfoptError", "NothingFits", "Plan", "Request", "plan", "protect"]
 
-_PUBLIC: dict[str, str] = {
+_DEFINED_IN: dict[str, str] = {
     "HFGpuMonitor": "hfopt.monitor.callback",
-    # name -> module that defines it
+    "HfoptError": "hfopt.errors",
+    "NothingFits": "hfopt.errors",
     "Plan": "hfopt.planner",
     "Request": "hfopt.planner",
     "plan": "hfopt.planner",
@@ -28,10 +32,10 @@ _PUBLIC: dict[str, str] = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module 'hfopt' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_DEFINED_IN[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return [*__all__, "__version__"]

@@ -197,12 +197,12 @@ def _brief(error: Exception) -> str:
 
 def _planned(trainer: Any, options: RunOptions) -> Plan:
     from hfopt.model.samples import same_random_state
-    from hfopt.planner.algorithm import plan
+    from hfopt.planner.algorithm import make_plan
     from hfopt.probe.neutrality import undisturbed
 
     request = Request(keep=frozenset(options.keep), allow=frozenset(options.allow), headroom=options.headroom, dry_run=False)
     with undisturbed(), same_random_state(), quietly():
-        return plan(trainer, request)
+        return make_plan(trainer, request)
 
 
 def _earlier(folder: Path, args: Any) -> Decision:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from hfopt.errors import HfoptError
 from hfopt.facts import oom_errors
 from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, replay, split_batch
@@ -252,6 +253,7 @@ def _length(inputs: Any) -> int | None:
 
 AnyTrainer = TypeVar("AnyTrainer")
 _MARK = "_hfopt_guard"
+_OF_A_TRAINER = ("args", "model", "train", "get_batch_samples", "training_step", "prediction_step")
 
 
 def protect(
@@ -269,6 +271,10 @@ def protect(
     to start from next time (by default `config_replanned.yaml` in the output folder). A smaller size is kept once memory ran out in
     `settle_after` of the last 20 steps; after `grow_after` steps without trouble the next larger one is tried.
     """
+    if not all(hasattr(trainer, name) for name in _OF_A_TRAINER):
+        raise HfoptError(
+            f"protect takes a Trainer, not a {type(trainer).__name__}", hint="make the Trainer first: protect(Trainer(model=…, args=…))"
+        )
     if guard_of(trainer) is not None:
         return trainer
     wrapped: Any = trainer

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,11 @@ from hfopt.planner.trials import Tryout, confirmed
 from hfopt.schema import Candidate, Neutrality, Rejection, Trial
 
 
-def plan(
-    source: Any,
-    request: Request | None = None,
-    *,
-    progress: Progress = lambda text: None,
-    estimator: Estimator | None = None,
-    **options: Any,
-) -> Plan:
-    """The fastest settings that fit. `source` is a path to a YAML, a TrainingArguments (with `model=`), or a Trainer;
-    `options` are the fields of `Request`."""
+def make_plan(source: Any, request: Request, *, progress: Progress = lambda text: None, estimator: Estimator | None = None) -> Plan:
+    """The fastest settings that fit. `source` is a path to a YAML, a TrainingArguments (with `model=`), or a Trainer."""
     started = time.perf_counter()
-    request = replace(request or Request(), **options)
     with Tryout(progress) as tryout:
-        if isinstance(source, (str, Path)):
+        if isinstance(source, (str, PathLike)):
             subject = from_file(Path(source), request, known=tryout.prepare if request.dry_run else lambda job, hardware: None)
         else:
             from hfopt.planner.live import from_live

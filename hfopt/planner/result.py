@@ -9,10 +9,10 @@ from typing import Any
 from hfopt.config.read_job import Loaded
 from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
-from hfopt.schema import Candidate, Chosen, PlanCharts, PlanFacts, Priced
+from hfopt.schema import Candidate, Change, Chosen, PlanCharts, PlanFacts, Priced
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """What `plan()` returns. `alternatives` are the candidates that fit, best first, the chosen one not among them."""
 
@@ -21,6 +21,17 @@ class Plan:
     charts: PlanCharts = field(default_factory=PlanCharts)
     seconds: dict[str, float] = field(default_factory=dict)  # where the time of planning went
     trial_runs: int = 0  # dry runs it took
+
+    def __repr__(self) -> str:
+        """One line: a plan holds its config, its curves and its trials, which nobody reads in a debugger."""
+        chosen, facts = self.candidate, self.facts
+        batch = f"{chosen.per_device_batch} × {chosen.accumulation}"
+        return f"<Plan for {device_name(facts)}: {batch} {chosen.precision}, {len(facts.changes)} changes>"
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """What changes and why, in the order of the report."""
+        return self.facts.changes
 
     @property
     def candidate(self) -> Candidate:

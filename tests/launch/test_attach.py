@@ -149,7 +149,7 @@ def test_a_fault_of_ours_is_one_line(
 
     alone = trainer_in(tmp_path / "alone")
     alone.train()
-    monkeypatch.setattr("hfopt.planner.algorithm.plan" if where == "plan" else f"{preparing.__name__}.{where}", broken)
+    monkeypatch.setattr("hfopt.planner.algorithm.make_plan" if where == "plan" else f"{preparing.__name__}.{where}", broken)
     with attached():
         trainer = trainer_in(tmp_path / "run")
         trainer.train()

@@ -83,6 +83,12 @@ def test_a_notebook_shows_the_plan() -> None:
     assert "per_device_train_batch_size" in PLAN._repr_markdown_()
 
 
+def test_a_plan_is_one_line_to_a_debugger() -> None:
+    line = repr(PLAN)
+    assert "\n" not in line and len(line) < 160 and f"{len(PLAN.changes)} changes" in line
+    assert PLAN.changes == PLAN.facts.changes
+
+
 def test_commands_end_with_the_config_that_is_asked_for() -> None:
     assert PLAN.started_with("x.yaml") is PLAN
     several = Plan(facts=replace(FACTS, engine=EngineChoice(name="DDP", reason="", commands=("torchrun train.py old.yaml",))))
