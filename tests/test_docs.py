@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import module_tree
 import pytest
 
 from hfopt.planner.changes import PRECISION_KEYS
@@ -41,3 +42,8 @@ def test_every_key_the_planner_may_touch_is_documented() -> None:
     touched = set(re.findall(r'yield "(\w+)"', source)) | set(PRECISION_KEYS)
     assert len(touched) > 8
     assert touched <= set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "planner.md").read_text(), re.M))
+
+
+def test_the_tree_of_the_architecture_is_that_of_today() -> None:
+    text = module_tree.DOCUMENT.read_text(encoding="utf-8")
+    assert text == module_tree.written(text), "run python tests/support/module_tree.py"
