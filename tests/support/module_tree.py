@@ -23,7 +23,9 @@ def tree() -> str:
     for folder in [package, *sorted(path.parent for path in package.rglob("__init__.py") if path.parent != package)]:
         name = folder.relative_to(ROOT).as_posix()
         rows.append(f"| **`{name}/`** | **{first_line(folder / '__init__.py')}** |")
-        rows += [f"| `{path.stem}` | {first_line(path)} |" for path in sorted(folder.glob("*.py")) if path.stem not in ("__init__", "__main__")]
+        rows += [
+            f"| `{path.stem}` | {first_line(path)} |" for path in sorted(folder.glob("*.py")) if path.stem not in ("__init__", "__main__")
+        ]
     return "\n".join(rows) + "\n"
 
 
