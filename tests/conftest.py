@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,9 +35,30 @@ def _has_real_gpu() -> bool:
     return Path("/proc/driver/nvidia/version").exists()
 
 
+TRAINER_TIER = (
+    "examples",
+    "launch",
+    "monitor/test_callback",
+    "oom/test_evaluation_batches",
+    "oom/test_protect",
+    "oom/test_shortage",
+    "planner/test_configs",
+    "planner/test_live",
+    "planner/test_start",
+    "probe",
+    "virtual",
+)
+"""Files whose tests train with real Trainers or start real programs. Of them, what is not marked slow is the tier `-m trainer`."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why_not = _why_no_virtual_gpu()
+    here = Path(__file__).parent
     for item in items:
+        name = item.path.relative_to(here).as_posix() if item.path.is_relative_to(here) else ""
+        if name.startswith(TRAINER_TIER) and not item.get_closest_marker("slow"):
+            item.add_marker("trainer")
         if why_not and item.get_closest_marker("virtual_gpu"):
             item.add_marker(pytest.mark.skip(reason=why_not))
         if item.get_closest_marker("gpu") and not _has_real_gpu():
@@ -59,12 +79,10 @@ def nvml_standin(nvml_library: Path, tmp_path: Path) -> NvmlStandin:
 _skipped_but_required: list[str] = []
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.skipped and not hasattr(report, "wasxfail") and not item.get_closest_marker("gpu"):
-        _skipped_but_required.append(item.nodeid)
-    return report
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Also where xdist shares the tests among processes: this hook sees the reports of all."""
+    if report.skipped and not hasattr(report, "wasxfail") and "gpu" not in report.keywords:
+        _skipped_but_required.append(report.nodeid)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -63,7 +63,7 @@ def test_a_shape_that_depends_on_unknown_data_is_refused_with_the_line(tiny_gpt2
     def choose(y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return y[y > 0]  # the offending line
 
-    with pytest.raises(TraceError, match=r"test_trace\.py.*the offending line"):
+    with pytest.raises(TraceError, match=r"test_recorder\.py.*the offending line"):
         estimate(_workload(tiny_gpt2, choose), StepSettings())
 
 
