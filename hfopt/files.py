@@ -1,8 +1,13 @@
-"""Where hfopt keeps what it need not find out twice: one folder of the user's own, which nobody else can read or write."""
+"""Files that are whole or not there, and where hfopt keeps what it need not find out twice.
+
+What hfopt writes is written beside its place and renamed onto it, so that no reader ever sees half of it. Answers are kept in one folder
+of the user's own, which nobody else can read or write.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -33,11 +38,27 @@ def make_private(folder: Path) -> Path:
 def write_private(path: Path, text: str) -> None:
     """Whole or not at all, readable by its owner only. Raises OSError."""
     make_private(path.parent)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    write_whole(path, text, mode=0o600)
+
+
+def write_whole(path: Path, data: str | bytes, *, mode: int | None = None, durable: bool = False) -> None:
+    """Whole or not at all, from any thread or process. Raises OSError.
+
+    mode: the permissions, less the umask; by default those of the file that is replaced, else those of any new file.
+    durable: on the disk when this returns, for a file of the user's that a crash of the machine must not leave empty.
+    """
+    kept = stat.S_IMODE(path.stat().st_mode) if mode is None and path.exists() else None
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        os.replace(temporary, path)  # noqa: PTH105
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data.encode() if isinstance(data, str) else data)
+            if durable:
+                stream.flush()
+                os.fsync(descriptor)
+        if kept is not None:
+            temporary.chmod(kept)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

@@ -54,7 +54,8 @@ def test_the_words_of_a_script_are_repeated_without_its_token(tmp_path: Path, ca
     from hfopt.cli.output import print_error
     from hfopt.errors import HfoptError
     from hfopt.monitor.fault_guard import Faults
-    from hfopt.probe import child_process, dry_run, rehearsal
+    from hfopt.probe import dry_run, rehearsal
+    from hfopt.process import child_process
 
     words = f"401 for {TOKEN}"
     ended = child_process.Ended(returncode=1, reason="exit", wall_s=1.0)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfopt.errors import ConfigError, HfoptError
+from hfopt.files import write_whole
 from hfopt.redact import said
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def print_error(error: HfoptError) -> None:
 
 
 def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> None:
-    """To stdout, or atomically to a file: a temporary file beside it and a rename, so there is never half a file.
+    """To stdout, or atomically to a file: there is never half a file.
 
     like: what the data was made from; a new file is not open to more people than that one.
     """
@@ -56,28 +57,12 @@ def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> 
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
         return
-    import tempfile
-
     try:
-        mode = _mode(target) if target.exists() else 0o666 & ~_umask() & (_mode(like) if like is not None and like.exists() else 0o666)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                stream.write(data)
-            os.chmod(temporary, mode)  # noqa: PTH101
-            os.replace(temporary, target)  # noqa: PTH105
-        except BaseException:
-            os.unlink(temporary)  # noqa: PTH108
-            raise
+        allowed = _mode(like) if like is not None and like.exists() else 0o666
+        write_whole(target, data, mode=None if target.exists() else 0o666 & allowed, durable=True)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror}") from error
 
 
 def _mode(file: Path) -> int:
     return file.stat().st_mode & 0o777
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

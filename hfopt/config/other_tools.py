@@ -13,10 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
+from hfopt.compat.versions import source_folder
 from hfopt.config.argument_values import Severity
 from hfopt.config.lookup import Facts
 from hfopt.config.training_arguments import BATCH
@@ -76,9 +75,9 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str
 
 def _trl_defaults(*, fp16: bool) -> dict[str, Any]:
     """What the installed TRL sets otherwise than TrainingArguments, from its source; without TRL here nothing is known."""
-    spec = find_spec("trl")
-    folder = Path(spec.origin).parent / "trainer" if spec is not None and spec.origin is not None else None
-    sources = [path.read_text(encoding="utf-8") for name in ("base", "sft") if folder and (path := folder / f"{name}_config.py").is_file()]
+    folder = source_folder("trl")
+    places = [folder / "trainer" / f"{name}_config.py" for name in ("base", "sft")] if folder is not None else []
+    sources = [path.read_text(encoding="utf-8") for path in places if path.is_file()]
     defaults: dict[str, Any] = {}
     if any(re.search(r"gradient_checkpointing: bool = field\(\s*default=True", source) for source in sources):
         defaults["gradient_checkpointing"] = True

@@ -11,14 +11,11 @@ Tensor, sequence and context parallel ranks share their samples: they do not mul
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from functools import cache
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.transformers_patches import default_optim
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import installed
 from hfopt.schema import Checkpointing, Precision, Sharding, StepSettings, ZeroSizes
@@ -45,17 +42,6 @@ def step_settings(args: Mapping[str, Any], *, capability: tuple[int, int] = (8, 
         capability=capability,
         multiprocessors=multiprocessors,
     )
-
-
-@cache
-def default_optim() -> str:
-    """transformers decides it while its class is made: fused AdamW where it knows torch 2.8 and finds it."""
-    spec = find_spec("transformers")
-    assert spec is not None and spec.origin is not None
-    source = (Path(spec.origin).parent / "training_args.py").read_text(encoding="utf-8")
-    torch_version = tuple(int(part) for part in re.findall(r"\d+", metadata.version("torch"))[:2])
-    fused = re.search(r'^\s*default_optim = "adamw_torch_fused"$', source, re.MULTILINE) is not None and torch_version >= (2, 8)
-    return "adamw_torch_fused" if fused else "adamw_torch"
 
 
 def precision_of(args: Mapping[str, Any]) -> Precision:

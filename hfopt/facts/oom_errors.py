@@ -35,7 +35,10 @@ _FORMS: tuple[tuple[Where, str], ...] = (
     ("library", r"Unable to find a valid cuDNN algorithm|unable to find an engine to execute this computation"),  # none fits its workspace
     ("library", r"miopenStatusAllocFailed|rocblas_status_memory_error"),
     # the devices' allocators and runtimes
-    ("device", r"\b(?:CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|SDAA) out of memory"),
+    (
+        "device",
+        r"\b(?:CUDA|HIP|XPU|NPU|MPS backend|MLU|MUSA|SDAA) (?:ran )?out of memory",
+    ),  # ran: by cuDNN (torch 2.15)
     ("device", r"(?:CUDA|HIP)(?: driver)? error: out of memory|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)|CUDA_ERROR_OUT_OF_MEMORY"),
     ("device", r"kIOGPUCommandBufferCallbackErrorOutOfMemory|Invalid buffer size: .* GB"),  # Metal
     ("device", r"(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES|HOST_MEMORY)"),  # oneAPI
@@ -83,6 +86,10 @@ def recognise(error: BaseException) -> Oom | None:
             text = str(link)
             return Oom(where=where, requested_bytes=_requested_bytes(text), text=text.strip().partition("\n")[0] or type(link).__name__)
     return None
+
+
+def is_oom(error: BaseException | None) -> bool:
+    return error is not None and recognise(error) is not None
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

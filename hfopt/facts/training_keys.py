@@ -10,11 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.versions import package_version, source_folder
 from hfopt.errors import ConfigError
 
 _SIMPLE = {"int": "int", "float": "float", "bool": "bool", "str": "str", "dict": "dict", "list": "list", "None": "none", "Path": "str"}
@@ -40,12 +39,11 @@ class Installed:
 
 @cache
 def installed() -> Installed:
-    spec = find_spec("transformers")
-    if spec is None or spec.origin is None:
+    folder, version = source_folder("transformers"), package_version("transformers")
+    if folder is None or version is None:
         raise ConfigError("transformers is not installed, so its TrainingArguments are unknown", hint="pip install transformers")
-    folder = Path(spec.origin).parent
     try:
-        return read(folder, metadata.version("transformers"))
+        return read(folder, version)
     except OSError as error:
         raise ConfigError(f"cannot read the installed transformers: {error}") from error
 

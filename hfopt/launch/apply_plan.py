@@ -11,12 +11,13 @@ and whether the model is compiled. Whatever fails half way is taken back, so tha
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from hfopt.compat import set_tf32
+from hfopt.compat.transformers_patches import renew_accelerator
 from hfopt.oom import record
 from hfopt.oom.device_memory import read
 from hfopt.planner.changes import PRECISION_KEYS
@@ -24,7 +25,6 @@ from hfopt.schema import Change
 from hfopt.units import format_bytes, format_seconds
 
 _ATTENTION = "attn_implementation"
-_ENVIRONMENT = "ACCELERATE_MIXED_PRECISION"  # where transformers before 5 leaves the precision for accelerate
 
 
 def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool = False) -> None:
@@ -44,7 +44,7 @@ def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool
             setattr(args, key, value)
         trainer._train_batch_size, trainer.model_accepts_loss_kwargs = batch, accepts
         if before.keys() & set(PRECISION_KEYS):
-            _renew_accelerator(trainer)
+            renew_accelerator(trainer)
         raise
 
 
@@ -61,10 +61,8 @@ def _bring_after(trainer: Any, changed: frozenset[str], old_batch: int) -> None:
         trainer._train_batch_size = args.train_batch_size
         _regroup_generations(args, old_batch)
     if changed & {"fp16", "bf16"}:
-        _renew_accelerator(trainer)
+        renew_accelerator(trainer)
     if "tf32" in changed:
-        from hfopt.compat import set_tf32
-
         set_tf32(bool(args.tf32))
     if "gradient_checkpointing" in changed:
         _checkpoint(trainer)
@@ -80,20 +78,6 @@ def _regroup_generations(args: Any, old_batch: int) -> None:
     if isinstance(steps, int):
         assert steps * old_batch % args.train_batch_size == 0, "the plan keeps the generation batch"
         args.steps_per_generation = steps * old_batch // args.train_batch_size
-
-
-def _renew_accelerator(trainer: Any) -> None:
-    """The accelerator's state is shared by the process and refuses another precision, so it is made anew, the way the Trainer made it."""
-    from accelerate.state import AcceleratorState
-
-    args = trainer.args
-    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    if hasattr(args, "mixed_precision"):
-        args.mixed_precision = precision
-    else:
-        os.environ[_ENVIRONMENT] = precision
-    AcceleratorState._reset_state()
-    trainer.create_accelerator_and_postprocess()
 
 
 def _checkpoint(trainer: Any) -> None:

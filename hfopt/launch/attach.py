@@ -19,6 +19,7 @@ from typing import Any
 
 from hfopt.compat import quietly
 from hfopt.errors import HfoptError
+from hfopt.files import write_whole
 from hfopt.launch import apply_plan
 from hfopt.launch.apply_plan import apply_changes
 from hfopt.launch.handoff import RunOptions
@@ -48,8 +49,8 @@ def folder_of(args: Any) -> Path:
 def write_plan(folder: Path, plan: Plan, divides_loss: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     said = {**plan.to_json(), "divides_loss": divides_loss}
-    _write(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
-    _write(folder / REPORT, plan.report())
+    write_whole(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_whole(folder / REPORT, plan.report())
 
 
 def read_plan(folder: Path) -> Known | None:
@@ -67,7 +68,7 @@ def write_config(args: Any) -> None:
 
     folder = folder_of(args)
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / CONFIG, yaml.safe_dump(effective_config(args), sort_keys=False, allow_unicode=True))
+    write_whole(folder / CONFIG, yaml.safe_dump(effective_config(args), sort_keys=False, allow_unicode=True))
 
 
 def effective_config(args: Any) -> dict[str, Any]:
@@ -98,13 +99,6 @@ def _writable(value: Any) -> bool:
     if isinstance(value, list):
         return all(_writable(entry) for entry in value)
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _write(target: Path, text: str) -> None:
-    """Whole or not at all."""
-    new = target.with_name(f".{target.name}.new")
-    new.write_text(text, encoding="utf-8")
-    new.replace(target)
 
 
 _MARK = "_hfopt_planned"

@@ -25,7 +25,7 @@ from typing import Any
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.launch.handoff import VARIABLE, RunOptions
-from hfopt.process import Child
+from hfopt.process.foreground import Child
 
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 

@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hfopt.compat.versions import release
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
@@ -46,12 +47,8 @@ _EAGER_KERNELS_BYTES = 913 * MIB  # the V100's 1343 MiB less the line; pytorch/p
 def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None = None, *, multiprocessors: int | None = None) -> int:
     """Context and loaded kernels. Before CUDA 11.7 all kernels are loaded at once; without a card's size, a common one of its family."""
     context = _BASE_BYTES + _BYTES_PER_THREAD * resident_threads(capability or (8, 0), multiprocessors)
-    eager = cuda_version is not None and _version(cuda_version) < (11, 7)
+    eager = cuda_version is not None and release(cuda_version) < (11, 7)
     return context + (_EAGER_KERNELS_BYTES if eager else LOADED_KERNELS_BYTES)
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2] if part.isdigit())
 
 
 __all__ = ["TRACED_BATCHES", "Estimate", "MemoryCurve", "estimate", "traced"]

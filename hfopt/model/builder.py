@@ -29,6 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from hfopt.compat import quietly
+from hfopt.compat.torch_patches import parameters_on_meta
+from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.heads import Head
 from hfopt.model.losses import REFERENCE
@@ -60,31 +62,13 @@ def unfaked() -> Iterator[None]:
 
 def skeleton(assemble: Callable[[], nn.Module]) -> nn.Module:
     """The module with its parameters on the meta device and its buffers real."""
-    with unfaked(), _parameters_on_meta():
+    with unfaked(), parameters_on_meta():
         return assemble().train()
 
 
 def _active_fake_mode() -> FakeTensorMode | None:
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, FakeTensorMode)), None)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            attributes = parameter.__dict__
-            parameter = type(parameter)(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            parameter.__dict__.update(attributes)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
@@ -169,8 +153,7 @@ def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
             parameter.requires_grad = False
 
 
-_TRANSFORMERS = int(transformers.__version__.split(".")[0])
-DTYPE_OPTION = "dtype" if _TRANSFORMERS >= 5 else "torch_dtype"
+DTYPE_OPTION = "dtype" if is_at_least("transformers", "5") else "torch_dtype"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _STRICT = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)  # what configs of transformers 5 are checked with
 FAILURES = (
@@ -286,7 +269,7 @@ def stored_in(workload: Workload) -> str | None:
 def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
     """As from_pretrained does: the stated dtype; unstated or 'auto' is the checkpoint's from transformers 5 on, float32 before."""
     stated = spec.weights_dtype
-    if stated is None and _TRANSFORMERS < 5:
+    if stated is None and not is_at_least("transformers", "5"):
         return torch.float32
     if stated in (None, "auto"):
         stated = getattr(config, DTYPE_OPTION, None) or "float32"

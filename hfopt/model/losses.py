@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from hfopt.errors import WorkloadError
+from hfopt.facts.loss_rule import over_the_batch
 from hfopt.schema import Task
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -66,8 +67,8 @@ def why_batch_dependent(model: nn.Module, task: Task, accepts: frozenset[str]) -
         return "contrastive: each sample is compared with the others of its batch"
     if "return_loss" in accepts:
         return "contrastive: each image is compared with the texts of its batch"
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and any(p.requires_grad for p in module.parameters()):
+    for name, module in over_the_batch(model):
+        if any(p.requires_grad for p in module.parameters()):
             return f"{name} normalises over the batch ({type(module).__name__})"
     return None
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from hfopt.files import write_whole
 from hfopt.monitor.fault_guard import Faults, harmless
 from hfopt.monitor.log import CsvLog, RunLog, finite
 from hfopt.monitor.metrics import metrics
@@ -74,9 +74,7 @@ class RankFile:
     def write(self, *, stamps: Sequence[Stamp], summary: Mapping[str, Any], ended: bool) -> None:
         note = {"time": time.time(), "host": socket.gethostname(), "stamps": list(stamps), "summary": summary, "ended": ended}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(note))
-        temporary.replace(self.path)
+        write_whole(self.path, json.dumps(note))
 
 
 def read_notes(folder: Path, world_size: int, *, since: float) -> dict[int, dict[str, Any]]:
@@ -142,9 +140,7 @@ class Journal:
         head = json.dumps({"time": time.time(), **self.state, "status": line})
         target = self.path.with_name(LIVE if self.rank == 0 else f"live.rank{self.rank}.json")
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_suffix(f".{threading.get_ident()}.tmp")  # the sampler and the training thread may both be here
-        temporary.write_text(f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
-        temporary.replace(target)
+        write_whole(target, f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
 
     @harmless("the note for the first rank")
     def note(self, stamps: Sequence[Stamp], figures: Mapping[str, float], *, ended: bool = False) -> None:

@@ -11,12 +11,11 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from hfopt.compat import tf32_is_on
+from hfopt.compat import package_version, tf32_is_on
 from hfopt.monitor.sampler import OwnCards, open_cards, torch_uuids
 from hfopt.monitor.window import Scale, cpu_peak_flops
 from hfopt.redact import scrub
@@ -60,12 +59,7 @@ def advisable(args: Any, state: Any) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "platform": sys.platform}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | {package: known for package in _PACKAGES if (known := package_version(package)) is not None}
 
 
 def cards(gpus: Sequence[Gpu], uuids: Sequence[str]) -> list[dict[str, Any]]:

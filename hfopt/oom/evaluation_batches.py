@@ -10,9 +10,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.facts import oom_errors
+from hfopt.facts import loss_rule, oom_errors
+from hfopt.facts.loss_rule import Rule
 from hfopt.oom import device_memory, loss_weights, record, split_batch
-from hfopt.oom.loss_weights import Rule
 from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
@@ -63,9 +63,9 @@ class ProtectedEvaluation:
         sizes = [min(self.size, size - start) for start in range(0, size, self.size)]
         rule = self._rule.name if isinstance(self._rule, Rule) else "counted"
         shape = self.pieces.loss_shape(inputs)
-        shares = loss_weights.weights(rule, parts, sizes, shape)
+        shares = loss_rule.weights(rule, parts, sizes, shape)
         results = [self._one(model, part, options) for part in parts]
-        self.pieces.counters.merge_pieces(before, loss_weights.weights("counted", parts, sizes, shape))
+        self.pieces.counters.merge_pieces(before, loss_rule.weights("counted", parts, sizes, shape))
         losses = [result[0] * share for result, share in zip(results, shares, strict=True) if result[0] is not None and share]
         joined: list[Any] = [sum(losses[1:], losses[0]) if losses else None]
         for column in (1, 2):
@@ -114,7 +114,7 @@ class ProtectedEvaluation:
             self._rule = Rule(name="samples", settled=True)
             return
         before = self.pieces.counters.snapshot()
-        self._rule = loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_weights.MEANS, "sum"))
+        self._rule = loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_rule.MEANS, "sum"))
         self.pieces.counters.restore(before)
 
 

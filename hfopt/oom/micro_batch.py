@@ -14,8 +14,9 @@ from typing import Any, Literal
 import torch
 
 from hfopt.compat import tf32_is_on
+from hfopt.facts import loss_rule
+from hfopt.facts.loss_rule import MEANS, LossShape, Rule, RuleName
 from hfopt.oom import loss_weights, replay, split_batch
-from hfopt.oom.loss_weights import LossShape, Rule, RuleName
 from hfopt.oom.replay import Counters
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
@@ -105,8 +106,8 @@ class Pieces:
         parts = split_batch.split(inputs, size, piece)
         sizes = [min(piece, size - start) for start in range(0, size, piece)]
         shape = self.loss_shape(inputs)
-        shares = loss_weights.weights(self.rule.name, parts, sizes, shape)
-        tokens = loss_weights.weights("counted", parts, sizes, shape)
+        shares = loss_rule.weights(self.rule.name, parts, sizes, shape)
+        tokens = loss_rule.weights("counted", parts, sizes, shape)
         counting = [number for number, share in enumerate(shares) if share > 0]
         return [parts[n] for n in counting], [shares[n] for n in counting], [tokens[n] for n in counting]
 
@@ -142,15 +143,14 @@ class Pieces:
     def keep_scale(self, model: Any, inputs: Inputs, num_items: Any, accumulation: int) -> None:
         """A restart has changed the accumulation; gradients and logged loss stay as with the script's own.
 
-        Where the Trainer leaves the division by the window's items to a head that ignores them, n micro-batches make n times the
-        gradient (transformers#47688). Whether it does is tried: twice the items should halve the loss.
+        Only a head that ignores the number of items makes a difference; whether it does is tried.
         """
         if num_items is None or self._expected(num_items)[0] != "sum":
             return
         bare = self._accelerator.unwrap_model(model)
         with self._without_a_trace(bare):
             once, twice = (self._loss_of(bare, items)(inputs) for items in (num_items, 2 * num_items))
-        if once is not None and twice is not None and abs(once - twice) < 0.25 * abs(once):
+        if once and twice is not None and not loss_rule.uses_items(once, twice):
             self.scale = accumulation / self.trainer.args.gradient_accumulation_steps
 
     @contextmanager
@@ -158,7 +158,7 @@ class Pieces:
         """Losses that are only looked at: no gradient, and counters and random numbers as they were."""
         before, state = self.counters.snapshot(), replay.snapshot(self.trainer.args.device)
         try:
-            with loss_weights.evaluating(bare):
+            with loss_rule.evaluating(bare):
                 yield
         finally:
             self.counters.restore(before)
@@ -175,11 +175,8 @@ class Pieces:
 
     def _expected(self, num_items: Any) -> tuple[RuleName, ...]:
         """In the order of likelihood, for when two samples do not tell: is the loss divided by the window's items already?"""
-        trainer = self.trainer
-        scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-        if scaled is None:
-            scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
-        return ("sum", *loss_weights.MEANS) if scaled else (*loss_weights.MEANS, "sum")
+        scaled = loss_rule.left_to_the_loss(self.trainer, counts_items=num_items is not None)
+        return ("sum", *MEANS) if scaled else (*MEANS, "sum")
 
     def loss_shape(self, inputs: Inputs) -> LossShape:
         trainer = self.trainer

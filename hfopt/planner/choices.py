@@ -19,7 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.settings import checkpointing_of, default_optim, precision_of
+from hfopt.compat.transformers_patches import default_optim
+from hfopt.compat.versions import source_folder
+from hfopt.config.settings import checkpointing_of, precision_of
 from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
@@ -91,8 +93,7 @@ def _why_no_liger(subject: Subject) -> str | None:
 
 
 def _liger_folder() -> Path | None:
-    spec = find_spec("liger_kernel")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    return source_folder("liger_kernel")
 
 
 def _liger_types() -> frozenset[str]:

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
+from hfopt.compat.versions import is_at_least, package_version
 from hfopt.errors import NothingFits
 from hfopt.planner.request import Subject
 from hfopt.schema import MemoryPeak, Precision, TrainJob
@@ -60,11 +60,7 @@ def _groups(args: Mapping[str, Any]) -> int:
 
 
 def _old_trl() -> bool:
-    try:
-        version = metadata.version("trl")
-    except metadata.PackageNotFoundError:
-        return False
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit()) < (0, 16)
+    return package_version("trl") is not None and not is_at_least("trl", "0.16")
 
 
 _HALF = frozenset({"bfloat16", "float16"})

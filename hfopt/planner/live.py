@@ -18,6 +18,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from hfopt.compat.transformers_patches import launchers_precision
 from hfopt.errors import ConfigError
 from hfopt.memory.step_memory import context_bytes
 from hfopt.model.losses import trained_modules
@@ -68,7 +69,7 @@ def kept_keys(trainer: Any) -> KeptKeys:
     elif getattr(trainer.accelerator, "_models", None):
         keys.update(PRECISION_KEYS)
         notes.append("another model (a reference) is already prepared in the Trainer's precision, which stays")
-    elif os.environ.get("ACCELERATE_MIXED_PRECISION", "no") not in ("no", _stated_precision(trainer.args)):
+    elif launchers_precision() not in ("no", _stated_precision(trainer.args)):
         keys.update(PRECISION_KEYS)
         notes.append("the launcher chose the precision (accelerate config): it stays")
     if trainer.optimizer is not None and "optim" not in keys:

@@ -204,7 +204,7 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
 
 
 def _lean_workload_of(job: TrainJob) -> Workload:
-    from hfopt.model.fast_import import lean_imports, spare_scipy
+    from hfopt.compat.fast_import import lean_imports, spare_scipy
 
     with lean_imports():
         spare_scipy()

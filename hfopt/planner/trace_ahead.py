@@ -7,10 +7,8 @@ would wait for them for ever: it computes with one thread, and one that stands s
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -20,9 +18,9 @@ from typing import Any
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import Estimate
+from hfopt.process.child_guard import die_with_parent
 from hfopt.schema import StepSettings, Workload
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LOOK_S = 0.5
 _PATIENCE_S = 10.0
 Estimator = Callable[[Workload, StepSettings], Estimate]
@@ -102,8 +100,7 @@ def _trace(estimator: Estimator, expected: Sequence[Asked], receiving: Connectio
     import torch
 
     torch.set_num_threads(1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # it holds copies of the parent's pipes: it must not outlive it
+    die_with_parent()  # it holds copies of the parent's pipes: it must not outlive it
     receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent meets the same error and says it
     for workload, settings in expected:

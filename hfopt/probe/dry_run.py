@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child_process
+from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds

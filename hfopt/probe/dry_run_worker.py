@@ -13,8 +13,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from hfopt.compat.fast_import import lean_imports, spare_datasets, spare_scipy
 from hfopt.errors import HfoptError
-from hfopt.model.fast_import import lean_imports, spare_datasets, spare_scipy
 from hfopt.schema import Candidate
 
 

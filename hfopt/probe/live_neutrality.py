@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.facts.loss_rule import REMEDY, evaluating, is_separable, left_to_the_loss, uses_items
 from hfopt.model.from_trainer import collator_of, copies_of
 from hfopt.model.losses import apart, loss_of
 from hfopt.model.samples import readable_samples, same_random_state
@@ -29,7 +29,6 @@ _MOST_PARAMETERS = 200_000_000  # of a copy: a few forward passes of that on the
 _OF_THE_DATA = frozenset(
     {"vocab_size", "max_position_embeddings", "n_positions", "image_size", "num_channels", "id2label", "label2id", "problem_type"}
 )
-_BETWEEN = 0.1  # of the loss: rounding, and masks drawn anew for each group (a contrastive loss of one sample is off by all of it)
 
 
 def probe_live(trainer: Any) -> Neutrality | None:
@@ -42,7 +41,7 @@ def probe_live(trainer: Any) -> Neutrality | None:
     if answer is None:
         return None
     uses, separable, counts_items = answer
-    scaled = _left_to_the_loss(trainer, counts_items)
+    scaled = left_to_the_loss(trainer, counts_items=counts_items)
     accumulation = max(2, int(trainer.args.gradient_accumulation_steps))
     neutral = separable and uses == scaled
     ratio = 1.0 if uses == scaled else float(accumulation) if scaled else 1.0 / accumulation
@@ -61,7 +60,7 @@ def _asked(trainer: Any, base: Any) -> tuple[bool, bool, bool] | None:
     """Uses the items, is separable, is given items at all."""
     try:
         model = _stand_in(trainer, base) if _means_nothing(trainer.model) else trainer.model
-        with same_random_state(), _evaluating(model), torch.no_grad():
+        with same_random_state(), evaluating(model):
             asked = _Asked(trainer, model)
             uses, separable = asked.uses_items(), asked.is_separable()
     except _FAILURES:
@@ -112,19 +111,16 @@ class _Asked:
         for rows in self._groups():
             once, twice = self._loss(rows, items=64), self._loss(rows, items=128)
             if math.isfinite(once) and once:
-                return twice / once < 0.75
+                return uses_items(once, twice)
         return None
 
     def is_separable(self) -> bool | None:
         for rows in self._groups():
             other = [(row + len(self._data) // 2) % len(self._data) for row in rows]
             items = 64 if self.uses_items() else None
-            apart_, whole = (self._loss(rows, items), self._loss(other, items)), self._loss([*rows, *other], items)
-            if not all(map(math.isfinite, (*apart_, whole))):
-                continue
-            low, high = (sum(apart_),) * 2 if items else (min(apart_), max(apart_))
-            slack = _BETWEEN * max(abs(low), abs(high), abs(whole))
-            return low - slack <= whole <= high + slack
+            one, two, whole = (self._loss(group, items) for group in (rows, other, [*rows, *other]))
+            if all(map(math.isfinite, (one, two, whole))):
+                return is_separable(whole, one, two, summed=items is not None)
         return None
 
     def _groups(self) -> Iterator[list[int]]:
@@ -143,14 +139,6 @@ class _Asked:
             return float(loss_of(self._beside, self._model, inputs, num_items_in_batch=count))
 
 
-def _left_to_the_loss(trainer: Any, counts_items: bool) -> bool:
-    """Trainer.training_step: it divides by the accumulation unless it believes that the loss did."""
-    stated = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if stated is not None:
-        return bool(stated)
-    return (bool(trainer.model_accepts_loss_kwargs) and counts_items) or getattr(trainer, "compute_loss_func", None) is not None
-
-
 def _reason(name: str, *, uses: bool, scaled: bool, separable: bool) -> str:
     if not separable:
         return f"{name}: the loss of two groups of samples together is no mean of their own: it depends on the batch"
@@ -159,22 +147,10 @@ def _reason(name: str, *, uses: bool, scaled: bool, separable: bool) -> str:
     if scaled:
         return (
             f"{name}: the loss ignores num_items_in_batch and the Trainer leaves the division to it, so gradients grow with the "
-            "accumulation; model_accepts_loss_kwargs = False restores them"
+            f"accumulation; {REMEDY}"
         )
     return f"{name}: the loss is divided twice, by the number of items and by the accumulation"
 
 
 def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if hasattr(value, "to") else value
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout and without a trace in running statistics; each module's own flag is put back."""
-    flags = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in flags:
-            module.training = flag

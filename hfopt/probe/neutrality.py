@@ -38,7 +38,9 @@ import torch
 import transformers
 
 from hfopt import files
+from hfopt.compat.transformers_patches import accelerate_state_kept
 from hfopt.errors import WorkloadError
+from hfopt.facts.loss_rule import REMEDY
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 
@@ -231,16 +233,12 @@ def _varied(name: str, tensor: Any, config: Any) -> Any:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Puts back random states, environment, verbosity and accelerate's shared state."""
-    from accelerate import state
-
-    shared = [cls._shared_state for cls in (state.PartialState, state.AcceleratorState, state.GradientState)]
-    before = [dict(kept) for kept in shared]
     environment = dict(os.environ)
     seeds = random.getstate(), numpy.random.get_state()
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with accelerate_state_kept(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -249,9 +247,6 @@ def undisturbed() -> Iterator[None]:
         numpy.random.set_state(seeds[1])
         os.environ.clear()
         os.environ.update(environment)
-        for kept, old in zip(shared, before, strict=True):
-            kept.clear()
-            kept.update(old)
 
 
 _SAMPLES, _SPLIT = 8, 4
@@ -343,7 +338,7 @@ def _reason(workload: Workload, neutral: bool, fixable: bool, ratio: float) -> s
     if fixable:
         return (
             f"{workload.model_class}: with {_SPLIT} micro-batches the Trainer makes gradients {ratio:.2f} times as large, because the head "
-            "ignores num_items_in_batch and the Trainer leaves the division to it; model_accepts_loss_kwargs = False restores them"
+            f"ignores num_items_in_batch and the Trainer leaves the division to it; {REMEDY}"
         )
     why = workload.batch_dependent_loss or "the loss is not a mean over samples"
     return f"{workload.model_class}: micro-batches change the gradients ({ratio:.2f} times the norm): {why}"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import VirtualGpuError
-from hfopt.probe import child_process
+from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds

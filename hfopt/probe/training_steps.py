@@ -23,6 +23,7 @@ from torch import nn
 
 from hfopt.compat import let_gradients_through
 from hfopt.errors import DryRunError
+from hfopt.facts.oom_errors import RAISED_AS, is_oom
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
@@ -122,9 +123,6 @@ class MeasuredSteps(transformers.TrainerCallback):  # type: ignore[misc]
         self.cpu_s.append(time.process_time() - self._cpu_began)
         if self._enough_s is not None and self.steps >= _FEW_STEPS and sum(self.step_s) >= self._enough_s:
             control.should_training_stop = True
-
-
-_OOM_WORDS = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "DefaultCPUAllocator")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,8 +267,8 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
             phase = "the evaluation step"
             trainer.evaluate()
             facts["eval_peak_reserved_bytes"] = meter.peaks()["peak_reserved_bytes"]
-    except (RuntimeError, MemoryError) as error:
-        if not _is_oom(error):
+    except RAISED_AS as error:
+        if not is_oom(error):
             raise
         facts |= {"outcome": "oom", "message": f"out of memory in {phase}, step {clock.steps + 1}: {brief(error)}", **meter.peaks()}
     if order.device == "cpu" and len(clock.cpu_s) > 1:
@@ -278,10 +276,6 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
     if order.device != "virtual" and len(clock.step_s) > 1:
         facts |= {"step_s": min(clock.step_s[1:]), "data_wait_s": statistics.median(clock.wait_s[1:])}  # what else runs only adds time
     return facts
-
-
-def _is_oom(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(word in str(error) for word in _OOM_WORDS)
 
 
 def brief(error: BaseException) -> str:

@@ -10,19 +10,16 @@ A script is a callable that runs steps on the session; `trainer_step` holds the 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
-import re
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hfopt.compat import let_gradients_through, quietly
+from hfopt.compat import let_gradients_through, package_version, quietly
+from hfopt.compat.torch_patches import swaps_allowed
+from hfopt.compat.transformers_patches import checkpoints_every_n_layers, trainer_turns_cache_off
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
@@ -52,18 +49,8 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
 
 
 def _set_cache(model: Any) -> None:
-    """transformers 5: the Trainer turns the key-value cache off unless `use_cache` is asked for; before, only checkpointing does."""
-    if _trainer_knows_cache() and hasattr(getattr(model, "config", None), "use_cache"):
+    if trainer_turns_cache_off() and hasattr(getattr(model, "config", None), "use_cache"):
         model.config.use_cache = False
-
-
-@functools.cache
-def _trainer_knows_cache() -> bool:
-    """Read from the source: importing TrainingArguments brings accelerate and costs a second."""
-    package = find_spec("transformers")
-    assert package is not None and package.origin is not None
-    source = (Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8")
-    return re.search(r"^    use_cache:", source, re.MULTILINE) is not None
 
 
 def _set_checkpointing(model: Any, settings: StepSettings) -> None:
@@ -84,12 +71,9 @@ def _set_checkpointing(model: Any, settings: StepSettings) -> None:
 
 
 def _require_grades(every_n_layers: int) -> None:
-    """The Trainer takes `every_n_layers` out of gradient_checkpointing_kwargs and hands it to the model, from transformers 5.22 on."""
-    from transformers import PreTrainedModel, __version__
-
-    if "every_n_layers" not in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters:
+    if not checkpoints_every_n_layers():
         raise TraceError(
-            f"transformers {__version__} cannot checkpoint every n-th layer (n = {every_n_layers})",
+            f"transformers {package_version('transformers')} cannot checkpoint every n-th layer (n = {every_n_layers})",
             hint="remove every_n_layers from gradient_checkpointing_kwargs, or install transformers 5.22 or later",
         )
 
@@ -144,7 +128,7 @@ class Tracer:
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._values = Values(self._fake_mode)
         self._run = FastFake(self._fake_mode)
-        with self._fake_mode, self._recorder(Trace(0), self._values, kernels, self._run) as quiet, _swaps_allowed():
+        with self._fake_mode, self._recorder(Trace(0), self._values, kernels, self._run) as quiet, swaps_allowed():
             quiet.recording = False
             self.model = build_model()
             for parameter in self.model.parameters():
@@ -224,22 +208,6 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-@contextlib.contextmanager
-def _swaps_allowed() -> Iterator[None]:
-    """nn.Module._apply swaps fake parameters, and fails where `.to()` had nothing to do: then there is nothing to swap."""
-    original = torch.utils.swap_tensors
-
-    def swap(one: torch.Tensor, two: torch.Tensor) -> None:
-        if one.dtype != two.dtype or one.device != two.device:
-            original(one, two)
-
-    torch.utils.swap_tensors = swap
-    try:
-        yield
-    finally:
-        torch.utils.swap_tensors = original
 
 
 def _probe_use_count(kernels: Kernels, values: Values, run: FastFake) -> int:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from hfopt.compat.torch_patches import linear_layers_by
 from hfopt.schema import Sharding
 from hfopt.trace.zero import REDUCTION_STREAM, ZeroLoop
 
@@ -60,17 +61,13 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
 @contextlib.contextmanager
 def inputs_kept() -> Iterator[None]:
     """While this is open, linear layers are DeepSpeed's."""
-    usual = torch.nn.functional.linear
 
     def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         made: torch.Tensor = _Linear.apply(input, weight, bias)
         return made
 
-    torch.nn.functional.linear = linear
-    try:
+    with linear_layers_by(linear):
         yield
-    finally:
-        torch.nn.functional.linear = usual
 
 
 GATHERING_STREAM = 2

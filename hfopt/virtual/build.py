@@ -21,10 +21,10 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from hfopt import files
+from hfopt.compat.versions import source_folder, torch_build
 from hfopt.errors import VirtualGpuError
 
 _HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cudnn.h", "nccl.h")
@@ -72,20 +72,20 @@ def _system_name() -> str:
 
 def _find_torch(python: str | None) -> Torch:
     root = _torch_root(python)
-    facts = dict(re.findall(r"^(__version__|cuda)\b[^=\n]*= '([^']*)'", (root / "version.py").read_text(), re.MULTILINE))
-    version = facts.get("__version__", "unknown")
-    if "cuda" not in facts or not (root / "lib" / "libtorch_cuda.so").exists():
+    build = torch_build(root)
+    version = build.version if build is not None else "unknown"
+    if build is None or build.cuda is None or not (root / "lib" / "libtorch_cuda.so").exists():
         raise VirtualGpuError(
             f"the virtual GPU needs a CUDA build of torch; {version} in {root.parent} is CPU-only",
             hint="plain `pip install torch` on Linux brings the CUDA build",
         )
-    return Torch(root=root, version=version, cuda=facts["cuda"])
+    return Torch(root=root, version=version, cuda=build.cuda)
 
 
 def _torch_root(python: str | None) -> Path:
     if python is None or Path(python).absolute() == Path(sys.executable).absolute():
-        spec = find_spec("torch")
-        origin = spec.origin if spec is not None else None
+        folder = source_folder("torch")
+        origin = str(folder / "__init__.py") if folder is not None else None
     else:
         code = "from importlib.util import find_spec as f; s = f('torch'); print(s.origin if s and s.origin else '')"
         try:

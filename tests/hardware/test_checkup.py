@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from hfopt.compat.versions import TorchBuild
 from hfopt.hardware import catalog
 from hfopt.hardware.checkup import Surroundings, findings
-from hfopt.hardware.installed_software import Software, TorchBuild
+from hfopt.hardware.installed_software import Software
 from hfopt.schema import Hardware, Host
 from hfopt.units import GIB
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.hardware.host import CgroupLimits, cgroup_limits, cpu_name, host, usable_cores
+from hfopt.cgroup import CgroupLimits, cgroup_limits
+from hfopt.hardware.host import cpu_name, host, usable_cores
 from hfopt.units import GIB
 
 

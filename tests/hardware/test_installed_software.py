@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.hardware import checkup, installed_software
+from hfopt.compat import versions
+from hfopt.compat.versions import TorchBuild, package_version, parse_build, torch_build
+from hfopt.hardware import checkup
 from hfopt.hardware.checkup import nvidia_on_bus
-from hfopt.hardware.installed_software import TorchBuild, installed, package_version, parse_build, torch_build
+from hfopt.hardware.installed_software import installed
 
 ANNOTATED = (
     "from typing import Optional\n__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
@@ -64,11 +66,11 @@ def test_a_card_on_the_bus(tmp_path: Path, vendor: str, kind: str, there: bool) 
 
 
 def test_no_torch_and_a_torch_without_its_version_are_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed_software, "find_spec", lambda name: None)
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
     assert torch_build() is None
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").touch()
-    monkeypatch.setattr(installed_software, "find_spec", lambda name: spec_from_file_location(name, tmp_path / name / "__init__.py"))
+    monkeypatch.setattr(versions, "find_spec", lambda name: spec_from_file_location(name, tmp_path / name / "__init__.py"))
     assert torch_build() is None
     (tmp_path / "torch" / "version.py").write_text(ANNOTATED)
     assert torch_build() == TorchBuild(version="2.9.0+cu128", cuda="12.8")

@@ -58,7 +58,7 @@ def test_half_a_change_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
         if run.args.bf16:
             raise RuntimeError("the accelerator refuses")
 
-    monkeypatch.setattr(apply_plan, "_renew_accelerator", renew)
+    monkeypatch.setattr(apply_plan, "renew_accelerator", renew)
     run = trainer()
     with pytest.raises(RuntimeError, match="refuses"):
         apply_changes(run, changed(per_device_train_batch_size=8, bf16=True), divides_loss=True)

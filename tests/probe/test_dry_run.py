@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child_process
 from hfopt.probe import dry_run as module
 from hfopt.probe.dry_run import Extent, Prepared, dry_run
+from hfopt.process import child_process
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
 from hfopt.units import GIB, MIB
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from hfopt.errors import VirtualGpuError
-from hfopt.probe import child_process, rehearsal
+from hfopt.probe import rehearsal
 from hfopt.probe.rehearsal import normal_command, rehearse
+from hfopt.process import child_process
 from hfopt.schema import Gpu
 from hfopt.units import GIB, MIB
 

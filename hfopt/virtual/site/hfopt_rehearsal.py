@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +20,28 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 LOAD, OPTIMIZER, LATER, BETWEEN = "model load", "step 1: optimizer", "later steps", "between phases"
 _WAIT_FOR_OTHERS_S = 30.0
-_OOM_WORDS = ("out of memory", "out-of-memory error", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+_HFOPT = str(Path(__file__).parents[3])  # where hfopt lies; the script's own Python may not have it
+
+
+def _borrowed() -> tuple[Any, Any]:
+    """hfopt's `recognise` and `write_whole`: standard library only. The folder leaves the path again, for what else lies there is not
+    the script's."""
+    sys.path.append(_HFOPT)
+    try:
+        from hfopt.facts.oom_errors import recognise
+        from hfopt.files import write_whole
+    finally:
+        sys.path.remove(_HFOPT)
+    return recognise, write_whole
+
+
+_recognise, _write_whole = _borrowed()
 
 
 def is_oom(error: BaseException | None) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and any(word in str(error) for word in _OOM_WORDS))
+    """Of the card: the memory of this machine is not what is rehearsed."""
+    known = _recognise(error) if error is not None else None
+    return known is not None and known.where != "host"
 
 
 class RehearsalRecorder:
@@ -96,11 +114,8 @@ class RehearsalRecorder:
             self.report["survived_ooms"] += 1
 
     def write(self) -> None:
-        path = os.path.join(self.folder, f"report-{os.getpid()}.json")  # noqa: PTH118 - plain os, as little as possible in the user's process
         try:
-            with open(path + ".new", "w") as stream:  # noqa: PTH123
-                json.dump(self.report, stream)
-            os.replace(path + ".new", path)  # noqa: PTH105
+            _write_whole(Path(self.folder, f"report-{os.getpid()}.json"), json.dumps(self.report))
         except OSError:  # the folder is gone: hfopt was killed, and this process is about to be
             return
 

@@ -1,9 +1,9 @@
 """Stands between hfopt and a child it must not leave behind: ends it at the time limit, and when hfopt itself is gone.
 
-Run as a script of its own (standard library only): `guard.py LIMIT_S FOLDER MARK COMMAND...`. Its standard input is a pipe whose other
-end hfopt holds; end of file there means that hfopt died, a word that it wants the child ended. How it went is written to
+Run as a script of its own (standard library only): `child_guard.py LIMIT_S FOLDER MARK COMMAND...`. Its standard input is a pipe whose
+other end hfopt holds; end of file there means that hfopt died, a word that it wants the child ended. How it went is written to
 FOLDER/ended.json. Every process the command started is found by MARK in its environment, because torchrun's workers have sessions of
-their own.
+their own. What every way of running a child needs stands here too, because this script can import nothing of ours.
 """
 
 from __future__ import annotations
@@ -20,9 +20,36 @@ import time
 from pathlib import Path
 
 MARK_VARIABLE = "HFOPT_CHILD_MARK"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 _KILL_FOR_S = 5.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # hfopt hears them and closes the pipe
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def shell_code(returncode: int) -> int:
+    """An exit code as a shell counts it: 128 and the number of the signal that ended the process."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def die_with_parent() -> None:
+    """In a child: on Linux the kernel ends it when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """A launcher that is killed leaves its ranks behind; on Linux they become our children and are ended with the rest."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -63,8 +90,7 @@ def _prepare_child() -> None:
     """In the child, before the command: signals as usual again, and it dies when the guard does."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child_guard, child_process
-from hfopt.probe.child_guard import marked_processes
+from hfopt.process import child_guard, child_process
+from hfopt.process.child_guard import marked_processes
 
 FORKS_AND_HANGS = """
 import os, subprocess, sys, time
@@ -107,7 +107,7 @@ def test_a_hanging_child_and_all_it_started_are_ended_at_the_limit(tmp_path: Pat
 
 PARENT = """
 import os, sys
-from hfopt.probe import child_process as child
+from hfopt.process import child_process as child
 with child.scratch_folder() as folder:
     sys.stdout.write("started\\n")
     sys.stdout.flush()

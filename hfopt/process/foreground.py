@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from hfopt.process.child_guard import adopt_orphans, shell_code
+
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _FROM_THE_TERMINAL = {"SIGINT", "SIGQUIT"}
 _ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 1.0
 
 
@@ -44,12 +44,12 @@ class Child:
                         ended = True
         end_descendants(grace_s)
         if ended:  # whoever waited for it first took its exit code along
-            return 128 + signal.SIGTERM
-        return code if code >= 0 else 128 - code
+            return shell_code(-signal.SIGTERM)
+        return shell_code(code)
 
     def _start(self) -> subprocess.Popen[bytes]:
         """What was signalled before it could be passed on is passed on now."""
-        _adopt_orphans()
+        adopt_orphans()
         self._process = subprocess.Popen(self._command, env=self._env, preexec_fn=None if self._shares_terminal else os.setpgrp)
         for number in self._early:
             self._pass_on(self._process, number)
@@ -93,9 +93,3 @@ def end_descendants(grace_s: float) -> None:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-
-
-def _adopt_orphans() -> None:
-    """A launcher that is killed leaves its ranks behind; on Linux they become our children and are ended with the rest."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

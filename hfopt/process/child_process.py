@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Literal
 
 from hfopt.errors import DryRunError
-from hfopt.probe import child_guard
+from hfopt.process import child_guard
 
 _STDERR = 2
 
@@ -42,7 +42,7 @@ def scratch_folder() -> Iterator[Path]:
     """A temporary folder for one child; gone afterwards. Those of owners that were killed before their guard was up are swept."""
     for old in Path(tempfile.gettempdir()).glob("hfopt-*-*"):
         owner = old.name.split("-")[1]
-        if owner.isdigit() and not _alive(int(owner)):
+        if owner.isdigit() and not child_guard.is_alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     with _orderly_end():
         folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-"))
@@ -66,17 +66,7 @@ def _orderly_end() -> Iterator[None]:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # as a shell counts it
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's
-        return True
-    return True
+    raise SystemExit(child_guard.shell_code(-number))
 
 
 class Running:

@@ -1,0 +1,120 @@
+"""What differs between versions of transformers and accelerate, or is reached by a private name: settings, patches, shared state."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from hfopt.compat.versions import installed_torch, is_at_least, training_arguments_source
+
+_MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"  # where transformers before 5 leaves the precision for accelerate
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without a model's own remarks: log lines and Python warnings that the user will see when it trains, or cannot act on."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def let_gradients_through(model: Any) -> None:
+    """Reentrant checkpointing gives no gradient to a block whose input has none, as over the frozen embeddings of a model with adapters.
+
+    What a run must do itself where its transformers (before 5) does not: the embeddings' output asks for a gradient.
+    """
+    embeddings = model.get_input_embeddings()
+    if embeddings is not None and not any(parameter.requires_grad for parameter in embeddings.parameters()):
+        model.enable_input_require_grads()
+
+
+@cache
+def default_optim() -> str:
+    """transformers decides it while its class is made: fused AdamW where it knows torch 2.8 and finds it."""
+    knows = re.search(r'^\s*default_optim = "adamw_torch_fused"$', training_arguments_source(), re.MULTILINE) is not None
+    return "adamw_torch_fused" if knows and installed_torch() >= (2, 8) else "adamw_torch"
+
+
+@cache
+def trainer_turns_cache_off() -> bool:
+    """transformers 5: the Trainer turns the key-value cache off unless `use_cache` is asked for; before, only checkpointing does."""
+    return re.search(r"^    use_cache:", training_arguments_source(), re.MULTILINE) is not None
+
+
+def checkpoints_every_n_layers() -> bool:
+    """The Trainer takes `every_n_layers` out of gradient_checkpointing_kwargs and hands it to the model, from transformers 5.22 on."""
+    from transformers import PreTrainedModel
+
+    return "every_n_layers" in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+
+
+@contextmanager
+def checkpoint_batch(batch: int) -> Iterator[None]:
+    """A checkpoint that is read in here says `batch` where it says another one.
+
+    Before transformers 5.2 its `train_batch_size` silently replaces the one asked for (transformers#43708).
+    """
+    if is_at_least("transformers", "5.2"):
+        yield
+        return
+    from transformers.trainer_callback import TrainerState
+
+    original = TrainerState.load_from_json
+
+    def load_from_json(path: str) -> Any:
+        state = original(path)
+        state.train_batch_size = batch
+        return state
+
+    TrainerState.load_from_json = load_from_json
+    try:
+        yield
+    finally:
+        TrainerState.load_from_json = original
+
+
+def launchers_precision() -> str:
+    """The precision that `accelerate config` or a Trainer before transformers 5 left in the environment; 'no' where none did."""
+    return os.environ.get(_MIXED_PRECISION, "no")
+
+
+def renew_accelerator(trainer: Any) -> None:
+    """The accelerator's state is shared by the process and refuses another precision, so it is made anew, the way the Trainer made it."""
+    from accelerate.state import AcceleratorState
+
+    args = trainer.args
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+    if hasattr(args, "mixed_precision"):
+        args.mixed_precision = precision
+    else:
+        os.environ[_MIXED_PRECISION] = precision
+    AcceleratorState._reset_state()
+    trainer.create_accelerator_and_postprocess()
+
+
+@contextmanager
+def accelerate_state_kept() -> Iterator[None]:
+    """accelerate's shared state, which every Trainer writes to, is as it was afterwards."""
+    from accelerate import state
+
+    shared = [kind._shared_state for kind in (state.PartialState, state.AcceleratorState, state.GradientState)]
+    before = [dict(kept) for kept in shared]
+    try:
+        yield
+    finally:
+        for kept, old in zip(shared, before, strict=True):
+            kept.clear()
+            kept.update(old)
