@@ -27,7 +27,7 @@ from hfopt.memory.curve import MemoryCurve, Replay, replay_events
 from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.step_memory import LOADED_KERNELS_BYTES, TRACED_BATCHES, context_bytes
 from hfopt.memory.timeline import Timeline, combine
-from hfopt.model.sources import architectures
+from hfopt.model.known_models import architectures
 from hfopt.schema import LengthSpread
 from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.recorder import Trace

@@ -13,7 +13,7 @@ import transformers
 from hfopt.errors import WorkloadError
 from hfopt.model.builder import add_lora, build_here
 from hfopt.model.from_config import from_spec
-from hfopt.model.sources import Architecture, architectures
+from hfopt.model.known_models import Architecture, architectures
 from hfopt.schema import DataSpec, Lora, ModelSpec, Task
 
 Row = dict[str, str]

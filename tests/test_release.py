@@ -76,7 +76,7 @@ def test_an_environment_of_its_own_runs_it(built: tuple[Path, Path], tmp_path: P
     assert "A100" in run(command, "gpus", cwd=tmp_path, **clean)
     (tmp_path / "config.yaml").write_text("per_device_train_batch_size: 4\nlearning_rate: 5.0e-5\n")
     run(command, "check", "config.yaml", cwd=tmp_path, **clean)
-    table = "from hfopt.model.sources import architectures; print(len(architectures()))"
+    table = "from hfopt.model.known_models import architectures; print(len(architectures()))"
     assert int(run(python, "-c", table, cwd=tmp_path, **clean)) > 10
 
 

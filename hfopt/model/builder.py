@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from hfopt.compat import quietly
@@ -62,13 +63,28 @@ def unfaked() -> Iterator[None]:
 
 def skeleton(assemble: Callable[[], nn.Module]) -> nn.Module:
     """The module with its parameters on the meta device and its buffers real."""
-    with unfaked(), parameters_on_meta():
+    with unfaked(), parameters_on_meta(), _LargeOnMeta():
         return assemble().train()
 
 
 def _active_fake_mode() -> FakeTensorMode | None:
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in reversed(modes) if isinstance(mode, FakeTensorMode)), None)
+
+
+_LARGE = 2**27  # elements; no model keeps a buffer of that size
+
+
+class _LargeOnMeta(TorchFunctionMode):  # type: ignore[misc]
+    """What is large enough to be a weight alone is never held, nor filled with zeros: experts are gigabytes a layer."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func is torch.empty or func is torch.zeros:
+            on_meta = func(*args, **{**options, "device": "meta"})
+            if on_meta.numel() >= _LARGE:
+                return on_meta
+        return func(*args, **options)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -1,91 +1,21 @@
-"""Where a model's configuration comes from: a folder, the bundled table, the local Hub cache or the Hub; never the weights.
-
-The bundled architectures: hub id → configuration fields, so that planning needs neither network nor a gated licence.
-
-`architectures.jsonl` holds one model per line: its `config.json` fields, the published parameter count with its source, and whether that
-counts the model with its head (`head`) or the base model alone (`base`); or, for a model trained from another one, `same_as` and the
-fields that differ. Names are matched without regard to case, with or without the owner: `bert-base-uncased` is
-`google-bert/bert-base-uncased`.
-
-Where a model's configuration comes from: a folder, a config.json, the bundled table, the local Hub cache or the Hub; never the weights.
+"""Where a model's configuration comes from: a folder, a config.json, the bundled table, the local Hub cache or the Hub; never the weights.
 
 They are asked in that order. What was tried is remembered, so that an unknown model ends in one message that says it.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hfopt.errors import WorkloadError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    hub_id: str
-    config: Mapping[str, Any]
-    parameters: int  # as published
-    counts: Literal["head", "base"]
-    rounded: bool  # published as '317M', not to the last parameter
-    source: str
-    same_as: str | None = None
-
-
-@cache
-def architectures() -> tuple[Architecture, ...]:
-    lines = files("hfopt.model").joinpath("architectures.jsonl").read_text(encoding="utf-8").splitlines()
-    records = {record["id"]: record for record in map(json.loads, lines)}
-    return tuple(_architecture(record, records) for record in records.values())
-
-
-def find(name: str) -> Architecture | None:
-    """The entry of that name, in any case; without an owner only when one owner alone has it."""
-    wanted = name.strip().lower()
-    exact = [entry for entry in architectures() if entry.hub_id.lower() == wanted]
-    bare = [entry for entry in architectures() if entry.hub_id.lower().partition("/")[2] == wanted]
-    found = exact or bare
-    return found[0] if len(found) == 1 else None
-
-
-def find_under_any_owner(name: str) -> Architecture | None:
-    """A re-upload: the same name under another owner."""
-    owner, _, bare = name.strip().rpartition("/")
-    return find(bare) if owner else None
-
-
-def near_names(name: str, count: int = 3) -> list[str]:
-    """Names of the table that the user may have meant."""
-    by_key: dict[str, str] = {}
-    for entry in architectures():
-        by_key[entry.hub_id.lower()] = entry.hub_id
-        by_key[entry.hub_id.lower().partition("/")[2]] = entry.hub_id
-    wanted = name.strip().lower()
-    keys = difflib.get_close_matches(wanted, by_key, n=2 * count, cutoff=0.75)
-    keys += difflib.get_close_matches(wanted.rpartition("/")[2], by_key, n=2 * count, cutoff=0.75)
-    return list(dict.fromkeys(by_key[key] for key in keys))[:count]
-
-
-def _architecture(record: dict[str, Any], records: Mapping[str, dict[str, Any]]) -> Architecture:
-    base = records[record.get("same_as", record["id"])]
-    return Architecture(
-        hub_id=record["id"],
-        config={**base["config"], **record.get("config", {})},
-        parameters=base["parameters"],
-        counts=base["counts"],
-        rounded=base.get("rounded", False),
-        source=record["source"],
-        same_as=record.get("same_as"),
-    )
-
+from hfopt.model.known_models import find, find_under_any_owner, near_names
 
 _HUB_TIMEOUT_S = 5
 TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"
