@@ -4,6 +4,7 @@ HfoptError                  exit 2   anything below; caught once, in the CLI, an
 ├── ConfigError             exit 2   the config cannot be read or does not say enough
 ├── HardwareError           exit 2   no such card, no such device
 ├── WorkloadError           exit 2   the model, its task or its batch cannot be built
+│   └── UnknownModelError   exit 2   no configuration of that name is to be found
 ├── TraceError              exit 2   the model cannot be traced: names the op and the line
 ├── NothingFits             exit 3   no candidate fits the card; carries what would
 ├── LogError               exit 2   there is no log of a run there, or it says nothing
@@ -35,6 +36,10 @@ class HardwareError(HfoptError):
 
 class WorkloadError(HfoptError):
     pass
+
+
+class UnknownModelError(WorkloadError):
+    """No configuration of that name is to be found."""
 
 
 class TraceError(HfoptError):

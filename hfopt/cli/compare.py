@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.options import Allow, ConfigFile, Headroom, Model, allowed
+from hfopt.cli.options import Allow, ConfigFile, Headroom, Like, Model, ModelFrom, allowed
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -23,6 +23,8 @@ def compare(
     prices: Annotated[Path | None, typer.Option("--prices", metavar="FILE", help="YAML or JSON: card name to price of an hour.")] = None,
     num_gpus: Annotated[int, typer.Option("--num-gpus", min=1, help="How many of each.")] = 1,
     model: Model = None,
+    like: Like = None,
+    model_from: ModelFrom = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")] = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Training samples, when the YAML does not say.")] = None,
     headroom: Headroom = 0.06,
@@ -47,6 +49,8 @@ def compare(
         own_process=True,
         num_gpus=num_gpus,
         model=model,
+        like=like,
+        model_from=model_from,
         seq_len=seq_len,
         headroom=headroom,
         allow=allowed(allow),

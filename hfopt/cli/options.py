@@ -77,6 +77,13 @@ def complete_precision(incomplete: str) -> list[str]:
     return _beginning(incomplete, get_args(Precision))
 
 
+def complete_model(incomplete: str) -> list[str]:
+    """Of the bundled table."""
+    from hfopt.model.known_models import architectures
+
+    return [entry.hub_id for entry in architectures() if entry.hub_id.lower().startswith(incomplete.lower())]
+
+
 def complete_key(incomplete: str) -> list[str]:
     """Of TrainingArguments."""
     from hfopt.facts.training_keys import installed
@@ -104,6 +111,13 @@ def numbers(option: str, text: str | None, *, least: str) -> tuple[int, ...]:
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")]
 Vram = Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, instead of the YAML's model.")]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like", metavar="ID", autocompletion=complete_model, help="A known model of the same architecture, for one that is not."
+    ),
+]
+ModelFrom = Annotated[Path | None, typer.Option("--model-from", metavar="FILE", help="Another YAML, which names the model.")]
 Section = Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys: trainer.args.")]
 Keep = Annotated[
     list[str] | None,

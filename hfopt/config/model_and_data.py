@@ -11,13 +11,13 @@ import re
 from typing import Any, Literal
 
 from hfopt.config.lookup import Facts
+from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import is_llama_factory
+from hfopt.config.tuning_methods import tuning_method
 from hfopt.schema import DataSpec, Lora, ModelSpec, Quantization, Task
 
 Trainer = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
 
-_MODEL_SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")
-_NOT_THE_MODEL = ("tokenizer", "ref_model", "teacher", "reward_model", "adapter", "generation", "inference", "export")
 _DTYPES = {
     "bf16": "bfloat16",
     "bfloat16": "bfloat16",
@@ -107,10 +107,11 @@ def trainer_kind(facts: Facts, path: str) -> Trainer:
 
 def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
     factory = is_llama_factory(facts)
-    lora = _lora(facts, factory)
+    method = tuning_method(facts, factory=factory)
+    lora = method.lora or _lora(facts, factory)
     task, labels = _task(facts, trainer)
     return ModelSpec(
-        name=_name(facts),
+        name=model_name(facts),
         task=task,
         weights_dtype=_weights_dtype(facts, factory, lora, args),
         attn_implementation=_attention(facts),
@@ -120,22 +121,9 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         num_labels=facts.whole("num_labels", "num_classes", "n_classes", "n_labels") or labels,
         reference=_reference(facts, trainer),
         trust_remote_code=facts.true("trust_remote_code"),
+        last_layers=method.last_layers,
+        notes=method.notes,
     )
-
-
-def _name(facts: Facts) -> str | None:
-    direct = facts.text(
-        *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "model_path", "base_model_name_or_path"),
-        *("load_from_pretrained_path", "encoder_name_or_path"),
-        *("base_model_name", "base_model_id", "base_model", "pretrained_model_name", "pretrained_model", "model_checkpoint", "model_repo"),
-        not_under=_NOT_THE_MODEL,
-    )
-    if direct is None:
-        inner = ("name_or_path", "name", "id", "path", "checkpoint", "repo", "pretrained", "hf_name", "base")
-        direct = facts.text(*inner, under=_MODEL_SECTIONS, not_under=_NOT_THE_MODEL)
-    if direct is None:
-        direct = facts.text("model", not_under=_NOT_THE_MODEL) or facts.text("config_name", "checkpoint", not_under=_NOT_THE_MODEL)
-    return None if direct is None or "${" in direct or "{{" in direct else direct
 
 
 def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
@@ -152,6 +140,7 @@ def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
         facts.text("auto_model_class"),
         facts.text("model_type"),
         facts.text("lora_task_type"),
+        *_strings(facts.get("architectures", "architecture")),
     ):
         if value is not None and (task := _task_of(value)) is not None:
             return task, None
@@ -265,11 +254,19 @@ def _quantization(facts: Facts, factory: bool) -> Quantization | None:
 
 
 _DATA_SECTIONS = ("data", "dataset", "data_args", "dataset_args", "dataarguments", "data_arguments", "datasets", "train_dataset")
-_NOT_TRAINING = ("generation", "generate", "generation_config", "inference", "eval", "evaluation", "generation_kwargs", "test")
+_NOT_TRAINING = (
+    *("generation", "generate", "generation_config", "generation_kwargs", "generate_kwargs", "gen_kwargs", "sampling", "sampling_params"),
+    *("inference", "infer", "inference_config", "predict", "prediction", "export", "serve", "serving", "deploy", "vllm", "test_vllm"),
+    *("eval", "evaluation", "evaluate", "eval_config", "eval_args", "eval_dataset", "validation", "val", "valid", "val_dataset"),
+    *("test", "testing", "test_config", "test_dataset", "benchmark", "metrics", "teacher", "reward_model"),
+)
 _LENGTHS = (
     *("max_seq_length", "cutoff_len", "max_seq_len", "max_sequence_length", "block_size", "max_source_length", "max_input_length"),
     *("max_length", "model_max_length", "sequence_length", "seq_length", "seq_len", "context_length", "max_len", "context_len"),
+    *("max_tokens_count", "max_token_count", "max_tokens_per_sample", "max_token_length", "max_tokens_length", "max_text_length"),
+    *("tokenizer_max_length", "train_max_length", "max_context_length", "max_input_len", "sequence_len", "max_num_tokens", "max_seqlen"),
 )
+_GRPO_PROMPT, _GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both
 
 
 def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
@@ -281,6 +278,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         image_size=facts.whole("image_size", "img_size", "resolution", "input_size") or _first_side(facts.get("image_size")),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
+        notes=_length_notes(facts, trainer),
     )
 
 
@@ -289,8 +287,22 @@ def _length(facts: Facts, trainer: Trainer) -> int | None:
     if trainer == "GRPO":
         prompt, completion = facts.whole("max_prompt_length"), facts.whole("max_completion_length")
         if prompt is not None or completion is not None:
-            return (prompt or 512) + (completion or 256)
+            return (prompt or _GRPO_PROMPT) + (completion or _GRPO_COMPLETION)
     return facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
+
+
+def _length_notes(facts: Facts, trainer: Trainer) -> tuple[str, ...]:
+    if trainer != "GRPO":
+        return ()
+    said = {"prompt": facts.whole("max_prompt_length"), "completion": facts.whole("max_completion_length")}
+    if not any(said.values()):
+        return ()
+    assumed = {"prompt": _GRPO_PROMPT, "completion": _GRPO_COMPLETION}
+    return tuple(
+        f"the longest {part} is not stated: {assumed[part]} tokens are assumed (max_{part}_length; --seq-len sets both together)"
+        for part, length in said.items()
+        if length is None
+    )
 
 
 def _dataset(facts: Facts) -> str | None:

@@ -99,6 +99,7 @@ NEWER: dict[str, str] = {
 ALIASES: dict[str, str] = {
     "batch_size": BATCH,
     "train_batch_size": BATCH,
+    "train_batch": BATCH,
     "per_device_batch_size": BATCH,
     "per_gpu_batch_size": BATCH,
     "micro_batch_size": BATCH,

@@ -169,6 +169,17 @@ def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
             parameter.requires_grad = False
 
 
+def train_layers_alone(model: nn.Module, last: int) -> None:
+    """The last layers train and nothing else (below zero: the first ones), as LLaMA-Factory's `freeze` does."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1]
+    blocks = max(lists, key=len, default=None)
+    if blocks is None:
+        raise WorkloadError(f"{type(model).__name__} has no repeated layers, of which some could be frozen")
+    model.requires_grad_(False)
+    for block in list(blocks)[-last:] if last > 0 else list(blocks)[:-last]:
+        block.requires_grad_(True)
+
+
 DTYPE_OPTION = "dtype" if is_at_least("transformers", "5") else "torch_dtype"
 _SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _STRICT = getattr(huggingface_hub.errors, "StrictDataclassError", ValueError)  # what configs of transformers 5 are checked with
@@ -221,6 +232,8 @@ class Recipe:
         if self.spec.quantization is not None:
             model = quantize(model, self.spec.quantization)
         freeze(model, self.spec.frozen)
+        if self.spec.last_layers is not None:
+            train_layers_alone(model, self.spec.last_layers)
         if self.spec.lora is not None:
             return add_lora(model, self.spec.lora, self.head.task)
         if self.reference:

@@ -18,7 +18,7 @@ from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
 from hfopt.model.builder import FAILURES, Recipe, uses_flash
 from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
-from hfopt.model.heads import choose_head
+from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.sources import ConfigSource, find_config
@@ -27,20 +27,29 @@ from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
 
 def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> Workload:
     """The workload of a model given by folder, config.json, hub id, a name of the bundled table, or `file.py:factory`."""
-    if not model.name:
+    name = model.name or model.like
+    if not name:
         raise WorkloadError(
             "which model is trained is not stated",
-            hint="give --model (a hub id, a folder or a config.json), or model_name_or_path in the YAML",
+            hint="give --model (a hub id, a folder or a config.json), or model_name_or_path in the YAML; "
+            "--model-from FILE reads it from another YAML",
         )
-    if is_reference(model.name):
-        return from_reference(model)
-    source = find_config(model.name)
+    if is_reference(name):
+        return from_reference(replace(model, name=name))
+    source = find_config(name, like=model.like)
     config, own_code = _config(source, model)
-    head = remote_head(source, model.task) if own_code else choose_head(config.model_type, config.to_dict(), model.task, trainer)
+    head = remote_head(source, model.task) if own_code else _head(config, model, trainer)
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
     reference = trainer in WITH_REFERENCE if model.reference is None else model.reference
     recipe = Recipe(spec=model, source=source, config=config, head=head, reference=reference)
     return _workload(recipe, data, trainer)
+
+
+def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
+    head = choose_head(config.model_type, config.to_dict(), model.task, trainer)
+    if model.task is None and model.num_labels is not None and trainer == "Trainer":
+        return labelled(config.model_type, head, model.num_labels)
+    return head
 
 
 def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
@@ -51,7 +60,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
     if data.lengths:
         data = replace(data, max_length=min(data.max_length or max(data.lengths), max(data.lengths)))
     sized = size_batch(config, facts.main_input, head.task, data, trainer)
-    notes = [note for note in (source.note, head.note, *sized.notes) if note]
+    notes = [note for note in (source.note, head.note, *model.notes, *data.notes, *sized.notes) if note]
     if uses_flash(model):
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")

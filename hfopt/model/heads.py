@@ -96,6 +96,15 @@ def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, t
     return Head(task=usual, class_name=heads[usual][0], note=f"{why}; {heads[usual][0]} is assumed (say --task to choose)")
 
 
+def labelled(model_type: str, head: Head, labels: int) -> Head:
+    """A text model that is given a number of labels is a classifier, whatever its checkpoint was trained as."""
+    classes = heads_of(model_type).get("sequence_classification")
+    if classes is None or head.task not in ("masked_lm", "causal_lm", "embedding"):
+        return head
+    note = f"num_labels: {labels} makes it a classifier: {classes[0]} (say --task token_classification or another to choose)"
+    return Head(task="sequence_classification", class_name=classes[0], note=note)
+
+
 def _for_task(model_type: str, heads: dict[Task, tuple[str, ...]], task: Task, named: str | None) -> Head:
     classes = heads.get(task)
     if classes is None:

@@ -1,6 +1,7 @@
 """Where a model's configuration comes from: a folder, a config.json, the bundled table, the local Hub cache or the Hub; never the weights.
 
-They are asked in that order. What was tried is remembered, so that an unknown model ends in one message that says it.
+They are asked in that order. What was tried is remembered, so that an unknown model ends in one message that says it, and proposes the
+known model it was likely made from: a fine-tuned model has its architecture, so `--like` plans with that.
 """
 
 from __future__ import annotations
@@ -8,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from hfopt.errors import WorkloadError
+from hfopt.errors import UnknownModelError, WorkloadError
 from hfopt.model.known_models import find, find_under_any_owner, near_names
+from hfopt.model.lookalikes import likeliest, same_numbers
 
 _HUB_TIMEOUT_S = 5
 TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"
@@ -39,8 +41,21 @@ class ConfigSource:
         return any(self.folder.glob("*.safetensors")) or any(self.folder.glob("*.bin"))
 
 
-def find_config(name: str) -> ConfigSource:
-    """The configuration of a model by folder, path of a config.json, or hub id."""
+def find_config(name: str, *, like: str | None = None) -> ConfigSource:
+    """The configuration of a model by folder, path of a config.json, or hub id; where none is found, that of the model it is `like`."""
+    try:
+        return _own_config(name)
+    except UnknownModelError:
+        if like is not None:
+            known = _own_config(like)
+            return replace(known, name=name, note=f"{name} is taken for {known.name} (--like): its config was not found")
+        twin = None if _looks_like_a_path(name) else _re_upload(name)
+        if twin is None:
+            raise
+        return twin
+
+
+def _own_config(name: str) -> ConfigSource:
     path = Path(name).expanduser()
     if path.is_dir():
         return _from_file(path / "config.json", name)
@@ -56,13 +71,7 @@ def find_config(name: str) -> ConfigSource:
     if cached is not None:
         return _from_file(cached, name, where=HUB_CACHE)
     tried.append("not in the Hub cache of this machine")
-    try:
-        return _from_hub(name, tried)
-    except WorkloadError:
-        twin = _re_upload(name)
-        if twin is None:
-            raise
-        return twin
+    return _from_hub(name, tried)
 
 
 def _re_upload(name: str) -> ConfigSource | None:
@@ -78,9 +87,9 @@ def _from_file(path: Path, name: str, where: str | None = None) -> ConfigSource:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise WorkloadError(
-            f"{path.parent} holds no config.json", hint="a model is a folder with a config.json (weights are not needed), or a hub id"
-        ) from None
+        likely = likeliest(name)
+        hint = likely.sentence if likely else "a model is a folder with a config.json (weights are not needed), or a hub id"
+        raise UnknownModelError(f"{path.parent} holds no config.json", hint=hint) from None
     except (OSError, ValueError) as error:
         raise WorkloadError(f"{path} cannot be read as a model's config.json: {error}") from None
     if not isinstance(fields, dict):
@@ -135,11 +144,14 @@ def _ask_hub(name: str) -> None:
         pass
 
 
-def _unknown(name: str, tried: list[str]) -> WorkloadError:
-    near = near_names(name)
-    meant = f" Did you mean {' or '.join(near)}?" if near else ""
-    return WorkloadError(
-        f"unknown model {name!r}: {'; '.join(tried)}.{meant}",
+def _unknown(name: str, tried: list[str]) -> UnknownModelError:
+    likely = likeliest(name)
+    if likely is not None:
+        return UnknownModelError(f"unknown model {name!r}: {'; '.join(tried)}", hint=likely.sentence)
+    near = [other for other in near_names(name) if same_numbers(name, other)]
+    meant = f". Did you mean {' or '.join(near)}?" if near else ""
+    return UnknownModelError(
+        f"unknown model {name!r}: {'; '.join(tried)}{meant}",
         hint="put the model's config.json (no weights needed) into a folder and give that folder as the model; "
-        "a fine-tuned model has the architecture of the one it was made from, so --model with that one is as good",
+        "a fine-tuned model has the architecture of the one it was made from: --like ID plans with that one",
     )

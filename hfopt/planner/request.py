@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
 from hfopt.config.yaml_edit import upgrade
@@ -28,6 +29,8 @@ class Request:
     vram_gib: float | None = None
     num_gpus: int | None = None
     model: str | None = None
+    like: str | None = None  # a known model of the same architecture, for one whose config is not to be found
+    model_from: Path | None = None  # another YAML, which names the model
     seq_len: int | None = None
     lengths: tuple[int, ...] = ()
     task: Task | None = None
@@ -138,6 +141,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
             "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
         )
     job = asked(loaded.job, request)
+    _check_named(job, path)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
     fixed = {} if request.engine is not None else fixed_by_deepspeed(job.args, path.parent)
@@ -148,6 +152,12 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     return Subject(
         job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=(*_misspelt(loaded), *_fixed(fixed))
     )
+
+
+def _check_named(job: TrainJob, path: Path) -> None:
+    """A config that keeps its model in the file beside it is answered with that file."""
+    if job.model.name is None and job.model.like is None and (beside := named_beside(path)) is not None:
+        raise ConfigError(f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {beside[0]}")
 
 
 def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:
@@ -191,8 +201,12 @@ def _data_parallel(devices: int, sharing: int) -> int:
 def asked(job: TrainJob, request: Request) -> TrainJob:
     """The job with what the command line says instead of the file."""
     model = job.model
+    if request.model_from is not None:
+        model = replace(model, name=model_named_in(request.model_from))
     if request.model is not None:
         model = replace(model, name=request.model)
+    if request.like is not None:
+        model = replace(model, like=request.like)
     if request.task is not None:
         model = replace(model, task=request.task)
     if request.trust_remote_code:

@@ -96,6 +96,9 @@ class ModelSpec:
     reference: bool | None = None  # a frozen copy beside it, asked in every step; None: as its trainer usually does
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)  # config attributes set in the YAML
+    last_layers: int | None = None  # these alone train; below zero the first ones
+    notes: tuple[str, ...] = ()  # what of its tuning was planned by something close
+    like: str | None = None  # the known model whose architecture it has, where its own config is not to be found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +113,7 @@ class DataSpec:
     image_size: int | None = None
     audio_seconds: float | None = None
     samples: int | None = None  # number of training samples, when known
+    notes: tuple[str, ...] = ()  # what was assumed of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

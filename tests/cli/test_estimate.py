@@ -181,3 +181,26 @@ def test_a_yaml_without_a_model_asks_for_one(run: Run, tmp_path: Path) -> None:
     path.write_text("per_device_train_batch_size: 4\noutput_dir: out\n")
     code, _, err = run("estimate", str(path))
     assert code == 2 and "--model" in err
+
+
+def test_an_unknown_model_is_estimated_like_a_known_one(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_BERT))
+    options = ("--gpu", "4090", "--seq-len", "64", "--batch-sizes", "1", "--json")
+    code, _, err = run("estimate", "acme/my-SmolLM2-135M-sft", *options)
+    assert code == 2 and "acme/my-SmolLM2-135M-sft looks like HuggingFaceTB/SmolLM2-135M: --like HuggingFaceTB/SmolLM2-135M" in err
+    code, out, _ = run("estimate", "acme/my-SmolLM2-135M-sft", "--like", str(tmp_path), *options)
+    answer = json.loads(out)
+    assert code == 0 and answer["model"] == "acme/my-SmolLM2-135M-sft" and answer["model_class"] == "BertForSequenceClassification"
+    assert any(f"taken for {tmp_path} (--like)" in note for note in answer["notes"])
+
+
+def test_the_model_may_stand_in_another_file(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_BERT))
+    train, model = tmp_path / "train.yaml", tmp_path / "model.yaml"
+    train.write_text("per_device_train_batch_size: 1\nlearning_rate: 1.0e-4\nmax_length: 64\n")
+    model.write_text(f"model_name: {tmp_path}\n")
+    options = ("--gpu", "4090", "--batch-sizes", "1", "--json")
+    code, _, err = run("estimate", str(train), *options)
+    assert code == 2 and f"--model-from {model}" in err.replace("\n", "")
+    code, out, _ = run("estimate", str(train), "--model-from", str(model), *options)
+    assert code == 0 and json.loads(out)["model_class"] == "BertForSequenceClassification"

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import load_bytes
+from hfopt.errors import ConfigError
 from hfopt.schema import Lora, Quantization, TrainJob
 
 ARGUMENTS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\n"
@@ -29,6 +31,12 @@ def job(text: str, path: str = "c.yaml") -> TrainJob:
         "ModelArguments:\n  model_name_or_path: org/name",
         "model_config:\n  load_from_pretrained_path: org/name",
         "tokenizer_name_or_path: org/other\nref_model: org/third\nbase_model: org/name",
+        "base_id: org/name",
+        "model_key: org/name",
+        "model: org/name\nmodel_name: my-run-3",
+        "model: bert\nmodel_name: org/name",
+        "model_key: small\nmodels:\n  small: {hf_id: org/name}",
+        "backbone: org/name",
     ],
 )
 def test_the_model_is_found(text: str) -> None:
@@ -190,3 +198,69 @@ def test_what_an_installed_trl_sets_by_itself_is_in_force(tmp_path: Path, monkey
 )
 def test_which_trainings_keep_a_reference(text: str, reference: bool | None) -> None:
     assert job(text).model.reference is reference
+
+
+def test_a_bare_checkpoint_counts_before_its_family() -> None:
+    assert job("model: bert\nmodel_name: bert-base-uncased").model.name == "bert-base-uncased"
+    assert job("model_name: my-run\nmodel: gpt2").model.name == "gpt2"
+
+
+@pytest.mark.parametrize("text", ["architectures: AutoModelForSequenceClassification", "architectures: [BertForSequenceClassification]"])
+def test_architectures_in_the_file_name_the_task(text: str) -> None:
+    assert job(f"model_name: bert-base-uncased\n{text}").model.task == "sequence_classification"
+
+
+def test_labels_are_read_wherever_they_stand() -> None:
+    assert job("model:\n  name: bert-base-uncased\n  num_labels: 5").model.num_labels == 5
+
+
+@pytest.mark.parametrize("section", ["testing", "eval", "generation", "inference", "validation", "sampling_params"])
+def test_a_length_of_another_stage_is_not_the_training_length(section: str) -> None:
+    assert job(f"{section}: {{max_length: 200}}").data.max_length is None
+    assert job(f"max_tokens_count: 768\n{section}: {{max_length: 200}}").data.max_length == 768
+
+
+def test_a_train_batch_is_the_batch() -> None:
+    read = load_bytes(b"train_batch: 4\nlearning_rate: 1.0e-4\nnum_train_epochs: 3\n", "c.yaml").job
+    assert read is not None and read.per_device_batch == 4
+
+
+def test_grpo_says_which_length_it_assumes() -> None:
+    read = job("model_name: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nmax_completion_length: 300")
+    assert read.data.max_length == 812 and "512 tokens are assumed" in read.data.notes[0]
+    assert job("num_generations: 8\nmax_completion_length: 300\nmax_prompt_length: 100").data.notes == ()
+
+
+def test_freeze_trains_the_last_layers() -> None:
+    model = job("model_name_or_path: org/name\nstage: sft\ntemplate: qwen\nfinetuning_type: freeze").model
+    assert model.last_layers == 2 and model.lora is None
+    assert job("stage: sft\ntemplate: qwen\nfinetuning_type: freeze\nfreeze_trainable_layers: 3").model.last_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "words"),
+    [
+        ("stage: sft\ntemplate: qwen\nfinetuning_type: oft", 8, "OFT is planned as LoRA of rank 8"),
+        ("peft:\n  peft_type: PROMPT_TUNING\n  num_virtual_tokens: 30", 1, "its 30 tokens before each sample are not counted"),
+        ("peft_type: IA3", 8, "ia3 is planned as LoRA"),
+    ],
+)
+def test_adapters_of_other_kinds_are_planned_by_lora_and_said(text: str, rank: int, words: str) -> None:
+    model = job(text).model
+    assert model.lora is not None and model.lora.r == rank and any(words in note for note in model.notes)
+
+
+def test_an_optimizer_that_is_not_modelled_is_said() -> None:
+    model = job("stage: sft\ntemplate: qwen\nfinetuning_type: full\nuse_galore: true").model
+    assert model.lora is None and "GaLore's projected states are not modelled" in model.notes[0]
+
+
+def test_the_model_of_another_file(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("model:\n  name: org/name\n")
+    (tmp_path / "empty.yaml").write_text("lr: 1\n")
+    assert model_named_in(tmp_path / "model.yaml") == "org/name"
+    with pytest.raises(ConfigError, match="names no model"):
+        model_named_in(tmp_path / "empty.yaml")
+    assert named_beside(tmp_path / "train.yaml") == (tmp_path / "model.yaml", "org/name")
+    (tmp_path / "other.yaml").write_text("model_name: org/another\n")
+    assert named_beside(tmp_path / "train.yaml") is None

@@ -230,3 +230,26 @@ def test_sizes_no_batch_can_have_are_said(tiny: Tiny, kind: str, task: Task, dat
 def test_a_weight_type_that_is_none_is_said(tiny: Tiny) -> None:
     with pytest.raises(WorkloadError, match="'int7' is not a dtype for weights"):
         from_spec(ModelSpec(name=tiny("bert"), weights_dtype="int7"), DataSpec())
+
+
+def test_a_number_of_labels_makes_an_encoder_a_classifier() -> None:
+    workload = from_spec(ModelSpec(name="google-bert/bert-base-uncased", num_labels=3), DataSpec())
+    assert workload.model_class == "BertForSequenceClassification" and any("num_labels: 3" in note for note in workload.notes)
+    named = from_spec(ModelSpec(name="google-bert/bert-base-uncased", num_labels=3, task="token_classification"), DataSpec())
+    assert named.model_class == "BertForTokenClassification"
+
+
+def test_the_last_layers_alone_train(tiny: Tiny) -> None:
+    whole = from_spec(ModelSpec(name=tiny("llama")), DataSpec())
+    some = from_spec(ModelSpec(name=tiny("llama"), last_layers=1), DataSpec())
+    with torch.device("meta"):
+        model = some.build_model()
+    training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert training and all(f".layers.{some.layers - 1}." in name for name in training) if some.layers else False
+    assert 0 < some.trainable_parameters < whole.trainable_parameters and some.parameters == whole.parameters
+
+
+def test_a_model_is_planned_like_another_and_that_is_said() -> None:
+    workload = from_spec(ModelSpec(name="acme/secret-135m", like="HuggingFaceTB/SmolLM2-135M"), DataSpec(max_length=64))
+    assert workload.name == "acme/secret-135m" and workload.parameters == 134515008
+    assert "acme/secret-135m is taken for HuggingFaceTB/SmolLM2-135M (--like): its config was not found" in workload.notes

@@ -32,6 +32,53 @@ def test_a_slip_gets_a_suggestion() -> None:
         find_config("bert-base-uncassed")
 
 
+def test_an_unknown_model_proposes_the_known_one_it_looks_like() -> None:
+    with pytest.raises(WorkloadError, match="unknown model") as caught:
+        find_config("acme/OpenHermes-9-Mistral-7B")
+    assert caught.value.hint == "acme/OpenHermes-9-Mistral-7B looks like mistralai/Mistral-7B-v0.1: --like mistralai/Mistral-7B-v0.1"
+
+
+def test_no_model_of_another_size_is_proposed() -> None:
+    with pytest.raises(WorkloadError) as caught:
+        find_config("mistralai/Codestral-23B-v0.1")
+    assert "Mistral-7B" not in str(caught.value) + (caught.value.hint or "")
+
+
+def test_a_missing_folder_proposes_by_its_name(tmp_path: Path) -> None:
+    missing = find_hint(f"{tmp_path}/sft-qwen2.5-7b")
+    (tmp_path / "Llama-2-7b-hf").mkdir()
+    assert "--like Qwen/Qwen2.5-7B" in missing and "--like meta-llama/Llama-2-7b-hf" in find_hint(f"{tmp_path}/Llama-2-7b-hf")
+
+
+def find_hint(name: str) -> str:
+    with pytest.raises(WorkloadError) as caught:
+        find_config(name)
+    return caught.value.hint or ""
+
+
+def test_like_gives_an_unknown_model_a_known_architecture_and_says_so() -> None:
+    source = find_config("acme/secret-7b", like="mistralai/Mistral-7B-v0.1")
+    assert source.name == "acme/secret-7b" and source.fields["model_type"] == "mistral"
+    assert source.note == "acme/secret-7b is taken for mistralai/Mistral-7B-v0.1 (--like): its config was not found"
+
+
+def test_like_does_not_replace_a_config_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    source = find_config(str(tmp_path), like="mistralai/Mistral-7B-v0.1")
+    assert source.fields == {"model_type": "bert"} and source.note is None
+
+
+def test_like_does_not_hide_a_config_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(WorkloadError, match="cannot be read"):
+        find_config(str(tmp_path), like="mistralai/Mistral-7B-v0.1")
+
+
+def test_like_itself_must_be_known() -> None:
+    with pytest.raises(WorkloadError, match="unknown model 'nobody/nothing'"):
+        find_config("acme/secret-7b", like="nobody/nothing")
+
+
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match=r"holds no config\.json"):
         find_config(str(tmp_path))
