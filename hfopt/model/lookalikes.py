@@ -2,8 +2,8 @@
 
 A name is read as words, sizes and versions. A model of the table is a match when all its own words stand in the name, each with the same
 version behind it (`llama-3.1` is not `llama-3`), when both state the same sizes, and when the name has no word of another family
-(`llava-…-mistral-7b` is not Mistral). Of several matches the one that shares most and adds least counts. A name that does not say
-enough has none: a wrong architecture is worse than a question.
+(`llava-…-mistral-7b` is not Mistral) or of another member of it (`falcon-h1-7b` is not Falcon). Of several matches the one that shares
+most and adds least counts. A name that does not say enough has none: a wrong architecture is worse than a question.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZE_WORDS = frozenset(
 _OTHER_SHAPE = frozenset(  # beside a family's name they mean another architecture
     {
         *("vl", "vision", "llava", "moe", "mini", "medium", "nemo", "next", "audio", "omni", "mamba", "embedding", "vlm", "video"),
-        *("scout", "maverick", "nas", "eagle", "medusa", "draft"),
+        *("scout", "maverick", "nas", "eagle", "medusa", "draft", "plus", "lite", "flash", "air"),
     }
 )
 _RUN_FOLDERS = re.compile(r"checkpoint-?\d*|final|merged|output|model|last|best|epoch-?\d*|step-?\d*|snapshot")
@@ -87,6 +87,7 @@ def _bare(hub_id: str) -> str:
 
 def _read(text: str) -> _Words:
     text = re.sub(r"(?<=\d)_(?=\d)", ".", text.lower().removesuffix(".json"))
+    text = re.sub(r"(?<=[a-z]-)(\d)-(\d)(?=-)", r"\1.\2", text)  # llama-3-1-8b
     words: dict[str, str | None] = {}
     sizes, numbers, aside = set(), set(), set()
     before: str | None = None  # the word a number would belong to
@@ -142,11 +143,31 @@ def _families() -> frozenset[str]:
     return frozenset(first for first in firsts if first is not None and first not in _SIZE_WORDS)
 
 
+@cache
+def _members() -> dict[str, frozenset[str]]:
+    """By family, the words that tell its architectures apart: h1 and mamba of falcon, vision of llama."""
+    found: dict[str, set[str]] = {}
+    for entry, shape in _shapes():
+        if entry.same_as is None:
+            for family in _families() & shape.words.keys():
+                found.setdefault(family, set()).update(shape.words.keys() - {family} - _SIZE_WORDS)
+    return {family: frozenset(words) for family, words in found.items()}
+
+
+def _resolutions(words: _Words) -> frozenset[str]:
+    """224, 448, 896: the images a model takes."""
+    return frozenset(number for number in words.numbers if len(number) == 3 and number.isdecimal())
+
+
 def _fits(said: _Words, entry: Architecture, shape: _Words) -> bool:
     if not shape.words or not shape.words.keys() <= said.words.keys() or not _same_sizes(said.sizes, entry, shape.sizes):
         return False
-    others = (_families() | _OTHER_SHAPE) & (said.words.keys() - shape.words.keys())
-    if others or (not shape.sizes and _SIZE_WORDS & (said.words.keys() - shape.words.keys())):
+    foreign = said.words.keys() - shape.words.keys()
+    own_family = _families() & shape.words.keys()
+    kin = frozenset().union(*(_members().get(family, frozenset()) for family in own_family))
+    if foreign & (_families() | _OTHER_SHAPE | kin) or (not shape.sizes and _SIZE_WORDS & foreign):
+        return False
+    if (own := _resolutions(shape)) and not _resolutions(said) <= own:
         return False
     binding = _families() | _SIZE_WORDS
     return all(said.words[word] == version if word in binding or version is not None else True for word, version in shape.words.items())
@@ -169,7 +190,7 @@ def _billions(size: str) -> list[float]:
 
 
 def _distance(said: _Words, entry: Architecture, shape: _Words) -> tuple[int, int, int, bool, str]:
-    shared = len(shape.words) + len(said.aside & shape.aside) + len(said.numbers & shape.numbers)
+    shared = 2 * len(shape.words) + len(said.aside & shape.aside) + len(said.numbers & shape.numbers)
     foreign = len(said.words.keys() - shape.words.keys())
     added = len(shape.aside - said.aside) + len(shape.numbers - said.numbers) + len(shape.sizes - said.sizes)
     return -shared, added, foreign, entry.same_as is not None, entry.hub_id.lower()

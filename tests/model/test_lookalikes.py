@@ -44,6 +44,8 @@ MADE_FROM = {
     "nbeerbower/mistral-nemo-gutenberg-12B": "mistralai/Mistral-Nemo-Instruct-2407",
     "Vikhrmodels/Vikhr-Llama-3.2-1B-Instruct": "meta-llama/Llama-3.2-1B-Instruct",
     "huihui-ai/Qwen3-30B-A3B-abliterated": "Qwen/Qwen3-30B-A3B",
+    "philschmid/llama-3-1-8b-math-orca-spectrum-10k-ep1": "meta-llama/Llama-3.1-8B",
+    "acme/Falcon-H1-7B-Instruct-sft": "tiiuae/Falcon-H1-7B-Instruct",
     "Codestral-22B": "mistralai/Codestral-22B-v0.1",
     "./output/sft-qwen2.5-7b": "Qwen/Qwen2.5-7B",
     "/data/models/Llama-2-7b-hf": "meta-llama/Llama-2-7b-hf",
@@ -69,6 +71,9 @@ WITHOUT = [
     "mistralai/Mistral-Medium-128B",
     "liuhaotian/llava-mistral-34b",
     "Llama-3.1-9B-merge",
+    "CohereForAI/c4ai-command-r-plus",  # three times the size
+    "google/paligemma2-3b-pt-896",  # other images
+    "tiiuae/Falcon-H1-3B-Base",
     "my-model",
     "outputs/run1",
     "bert",
