@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, Task
 
@@ -253,3 +254,17 @@ def test_a_model_is_planned_like_another_and_that_is_said() -> None:
     workload = from_spec(ModelSpec(name="acme/secret-135m", like="HuggingFaceTB/SmolLM2-135M"), DataSpec(max_length=64))
     assert workload.name == "acme/secret-135m" and workload.parameters == 134515008
     assert "acme/secret-135m is taken for HuggingFaceTB/SmolLM2-135M (--like): its config was not found" in workload.notes
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(2**40))
+        self.others = torch.nn.Parameter(torch.empty(2**20, 2**20))
+        self.register_buffer("scale", torch.zeros(4))
+
+
+def test_weights_beyond_any_memory_are_never_held() -> None:
+    model = skeleton(_Experts)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"} and model.scale.device.type == "cpu"
+    assert torch.zeros(4).device.type == "cpu"
