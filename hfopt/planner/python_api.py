@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import ConfigError
@@ -33,6 +34,8 @@ def plan(
     engine: str | None = None,
     model_parallel: int | None = None,
     model: str | None = None,
+    like: str | None = None,
+    model_from: str | PathLike[str] | None = None,
     task: Task | None = None,
     seq_len: int | None = None,
     lengths: Iterable[int] | None = None,
@@ -57,6 +60,8 @@ def plan(
     engine             "ddp", "fsdp2", "zero2", "zero3", or one with "-offload"; default: the cheapest that fits
     model_parallel     devices that share their samples (tensor, sequence or context parallel)
     model              hub id, folder or config.json, instead of the config's model
+    like               a known model of the same architecture, for one whose configuration cannot be found
+    model_from         another YAML, which names the model
     task               for example "causal_lm" or "sequence_classification"
     seq_len, lengths   tokens per sample; or the lengths of typical samples
     section            where the arguments are in the YAML, as a path of keys: "trainer.args"
@@ -80,6 +85,8 @@ def plan(
         "engine": engine,
         "model_parallel": model_parallel,
         "model": model,
+        "like": like,
+        "model_from": None if model_from is None else Path(model_from),
         "task": task,
         "seq_len": seq_len,
         "lengths": None if lengths is None else tuple(lengths),
