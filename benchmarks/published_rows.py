@@ -106,7 +106,7 @@ def _speed_rows(path: Path) -> Iterator[Row]:
 
 
 def _case(row: Row) -> Case:
-    gpu, world = _card(row["gpu"])
+    gpu, world = _cards(row["gpu"])
     if not row["per_device_batch"]:
         raise NotACase("no batch size")
     batch, accumulation = int(row["per_device_batch"]), int(row["grad_accum"] or 1)
@@ -149,20 +149,25 @@ def _case(row: Row) -> Case:
 # ---------------------------------------------------------------------------------------------- one column each
 
 
-def _card(text: str) -> tuple[Gpu, int]:
-    """(the card, how many). A data-centre card is the one on a board of eight unless the row says PCIe or NVL."""
+def _cards(text: str) -> tuple[Gpu, int]:
+    """(the card, how many)."""
     match = re.match(r"^(?:(\d+)\s*x\s*)?(.*)$", text)
     assert match is not None
-    count, name = int(match[1] or 1), re.sub(r"\(.*\)|HBM\w*|NVIDIA", "", match[2]).replace("_", " ").strip()
+    return card_of(match[2]), int(match[1] or 1)
+
+
+def card_of(text: str) -> Gpu:
+    """The card a row names. A data-centre card is the one on a board of eight unless the row says PCIe or NVL."""
+    name = re.sub(r"\(.*\)|HBM\w*|NVIDIA", "", text).replace("_", " ").strip()
     family = re.search(r"\b([PVAH][12]00)\b", name, re.IGNORECASE)
     if family is not None and not re.search(r"pcie|nvl", name, re.IGNORECASE):
-        stated = re.search(r"(\d+)\s*gi?b", name, re.IGNORECASE)
+        stated = re.search(r"(\d+)\s*gi?b?\b", name, re.IGNORECASE)
         boards = [card for card in catalog.cards() if family[1].upper() in card.name and "SXM" in card.name]
         if boards:
             memory_bytes = int(stated[1]) * GIB if stated else 0
-            return min(boards, key=lambda card: abs(card.memory_bytes - memory_bytes)), count
+            return min(boards, key=lambda card: abs(card.memory_bytes - memory_bytes))
     try:
-        return catalog.find(name), count
+        return catalog.find(name)
     except HardwareError as error:
         raise NotACase(f"no card '{text}' in the catalog") from error
 

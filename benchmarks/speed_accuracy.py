@@ -25,7 +25,7 @@ from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import estimate
-from hfopt.schema import BatchShape, OpCost, Workload
+from hfopt.schema import BatchShape, Gpu, OpCost, Precision, Workload
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic, StepTimer
 
@@ -179,16 +179,22 @@ def _share(op: OpCost, world_size: int) -> OpCost:
 
 
 def _roofline(case: Case, ops: Sequence[OpCost]) -> float:
-    bandwidth = case.gpu.bandwidth_bytes_per_s
+    step_s = roofline_step_s(ops, case.gpu, case.settings.precision, batch=case.batch, accumulation=case.accumulation)
+    return case.batch * case.accumulation * case.world_size / step_s
+
+
+def roofline_step_s(ops: Sequence[OpCost], gpu: Gpu, precision: Precision, *, batch: int, accumulation: int) -> float:
+    """The data sheet alone: each kernel at the card's peak or its bandwidth, whichever is slower."""
+    bandwidth = gpu.bandwidth_bytes_per_s
     assert bandwidth is not None
     step_s = 0.0
     for op in ops:
-        kind = {"float16": "fp16", "bfloat16": "bf16"}.get(op.dtype, "tf32" if case.settings.precision == "tf32" else "fp32")
-        peak = case.gpu.peak_flops.get(kind) or case.gpu.peak_flops["fp32"]
-        flops = op.flops_constant + op.flops_slope * case.batch if op.kind in ("matmul", "conv", "attention") else 0.0
-        moved = op.bytes_constant + op.bytes_slope * case.batch
-        step_s += op.count * max(flops / peak, moved / bandwidth) * (1 if op.phase == "optimizer" else case.accumulation)
-    return case.batch * case.accumulation * case.world_size / step_s
+        kind = {"float16": "fp16", "bfloat16": "bf16"}.get(op.dtype, "tf32" if precision == "tf32" else "fp32")
+        peak = gpu.peak_flops.get(kind) or gpu.peak_flops["fp32"]
+        flops = op.flops_constant + op.flops_slope * batch if op.kind in ("matmul", "conv", "attention") else 0.0
+        moved = op.bytes_constant + op.bytes_slope * batch
+        step_s += op.count * max(flops / peak, moved / bandwidth) * (1 if op.phase == "optimizer" else accumulation)
+    return step_s
 
 
 # ---------------------------------------------------------------------------------------------- the comparison

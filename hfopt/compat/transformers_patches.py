@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,22 @@ def quietly() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def masks_read() -> Iterator[None]:
+    """transformers 5 takes every fake tensor for a graph being traced, and then keeps a mask that hides nothing: flash attention is lost.
+    A trace's masks have values, so within this they are asked as in a real step."""
+    helpers = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(helpers, "is_fake_tensor", None)
+    if original is None:
+        yield
+        return
+    setattr(helpers, "is_fake_tensor", lambda tensor: False)  # noqa: B010 - a module's private name
+    try:
+        yield
+    finally:
+        setattr(helpers, "is_fake_tensor", original)  # noqa: B010
 
 
 def let_gradients_through(model: Any) -> None:

@@ -196,6 +196,9 @@ FAILURES = (
     _STRICT,
 )
 """What a config or a model's constructor may raise on values that do not fit together."""
+NO_WINDOW = 1 << 30
+"""A flash package cuts a sliding window inside its kernel, where sdpa needs a mask for it: its stand-in gets a window that cuts nothing.
+Known limit: what the window saves of the arithmetic is not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,12 +245,15 @@ class Recipe:
 
     def _bare(self) -> nn.Module:
         options: dict[str, Any] = {DTYPE_OPTION: weights_dtype(self.spec, self.config)}
+        config = copy.deepcopy(self.config)
         if self.spec.attn_implementation is not None:
             options["attn_implementation"] = "sdpa" if uses_flash(self.spec) else self.spec.attn_implementation
+        if uses_flash(self.spec) and isinstance(getattr(config, "sliding_window", None), int):
+            config.sliding_window = NO_WINDOW
         with quietly():
             try:
                 model_class = self.head.model_class or getattr(transformers, self.head.class_name)
-                model: nn.Module = model_class._from_config(copy.deepcopy(self.config), **options)
+                model: nn.Module = model_class._from_config(config, **options)
             except FAILURES as error:
                 raise WorkloadError(f"{self.head.class_name} cannot be built from the config of {self.source.name}: {error}") from error
         if self.source.fields.get("tie_word_embeddings") is False and self.source.has_checkpoint:

@@ -92,6 +92,8 @@ def make_optimizer(model: Any, optim: str, optim_args: str | None = None, *, gro
         raise TraceError("no parameter of the model is trained", hint="check `frozen` and the adapter's target modules")
     if optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, lr=_LR, fused=True)
+    if optim == "adamw_hf":  # transformers' own, gone in 5.x: a loop over the parameters
+        return torch.optim.AdamW(groups, lr=_LR, foreach=False)
     if optim in _FOREACH:
         return _FOREACH[optim](groups, lr=_LR, foreach=True, **_options(optim_args, optim))
     if optim == "adafactor":

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfopt.compat import let_gradients_through, package_version, quietly
 from hfopt.compat.torch_patches import swaps_allowed
-from hfopt.compat.transformers_patches import checkpoints_every_n_layers, trainer_turns_cache_off
+from hfopt.compat.transformers_patches import checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
@@ -145,7 +145,7 @@ class Tracer:
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
             torch.manual_seed(0)
             real = change(self._make_batch(batch_size))
-            with self._fake_mode, cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
+            with self._fake_mode, masks_read(), cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:

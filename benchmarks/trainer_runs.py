@@ -1,0 +1,269 @@
+"""HF Trainer runs of others on real cards, predicted as they stand: speed and memory, row by row, beside a plain roofline.
+
+usage: python benchmarks/trainer_runs.py [CSV] [--traces FILE] [--what speed|memory]
+
+CSV is shaped like benchmarks/data/trainer_runs.csv (the default): every setting is kept as the row states it, and none is tuned to. The
+installed versions are traced, whatever the row's were; `ambiguity` in the file says what a row leaves open. Optimizers that transformers
+or apex had then are traced as what they launch: `adamw_hf` goes through the parameters one by one, apex's is one fused kernel.
+Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The last line is one JSON object; nothing here was measured by us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import pickle
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from published_rows import NotACase, card_of
+from speed_accuracy import roofline_step_s
+
+from hfopt.estimate.memory import Estimate, estimate
+from hfopt.estimate.speed import speed_of
+from hfopt.estimate.step_time import StepTimer
+from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
+from hfopt.units import GIB, MIB
+from hfopt.workload.model import from_spec
+
+DATA = Path(__file__).parent / "data" / "trainer_runs.csv"
+Row = dict[str, str]
+SPEED = ("samples_per_s", "step_seconds")
+BYTES = {"MiB": MIB, "GiB": GIB, "GB": 1e9, "bytes": 1}
+QWEN_7B = {  # config.json of Qwen/Qwen-7B-Chat, in Qwen2's words
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+}
+LORA_TARGETS = {
+    "qkvo": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "c_attn,c_proj,w1,w2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One row with what is needed to predict it."""
+
+    row: Row
+    gpu: Gpu
+    model: ModelSpec
+    settings: StepSettings
+    length: int
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """What decides the trace."""
+        return repr((self.model, self.settings, self.length))
+
+    @property
+    def title(self) -> str:
+        return self.row["id"].partition("#")[0]
+
+    @property
+    def measured(self) -> float:
+        """Samples per second, or bytes."""
+        value = float(self.row["value"])
+        if self.row["metric_kind"] == "step_seconds":
+            return self.batch * self.settings.accumulation / value
+        return value if self.row["metric_kind"] == "samples_per_s" else value * BYTES[self.row["unit"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    run: Run
+    predicted: float
+    roofline: float | None = None  # for speed
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.run.measured - 1
+
+
+# ---------------------------------------------------------------------------------------------- a row as a run
+
+
+def run_of(row: Row) -> Run:
+    gpu = card_of(row["card"])
+    length = re.match(r"\d+", row["seq_len"])
+    if length is None:
+        raise NotACase(f"length '{row['seq_len']}' is not stated")
+    precision, weights = _precision(row["precision"])
+    settings = StepSettings(
+        precision=precision,  # type: ignore[arg-type]
+        checkpointing=Checkpointing(every_n_layers=int(row["checkpointing"] == "True"), use_reentrant=True),  # transformers' default before 5
+        accumulation=int(row["accumulation"]),
+        optim=_optimizer(row["optimizer"]),
+        attn_implementation=row["attention"] if row["attention"] == "eager" else None,
+        capability=gpu.capability or (8, 0),
+        multiprocessors=gpu.sms,
+    )
+    return Run(
+        row=row, gpu=gpu, model=_model(row, weights), settings=settings, length=int(length[0]), batch=int(row["per_device_batch"])
+    )
+
+
+def _model(row: Row, weights: str) -> ModelSpec:
+    name, details = row["model"], row["params/lora details"]
+    qwen = "qwen-7b" in name.lower()
+    quantized = Quantization(bits=4, double_quant="double-quant" in details, compute_dtype="bfloat16") if "QLoRA" in details else None
+    return ModelSpec(
+        name="Qwen/Qwen2-7B" if qwen else name,
+        task=_task(row["task"]),  # type: ignore[arg-type]
+        weights_dtype=weights,
+        attn_implementation=row["attention"],
+        lora=_lora(details),
+        quantization=quantized,
+        overrides=QWEN_7B if qwen else {},
+    )
+
+
+def _task(text: str) -> str:
+    words = {"causal": "causal_lm", "masked": "masked_lm", "squad": "question_answering", "glue": "sequence_classification"}
+    found = next((task for word, task in words.items() if word in text.lower()), None)
+    if found is None:
+        raise NotACase(f"task '{text}' is not known")
+    return found
+
+
+def _lora(details: str) -> Lora | None:
+    if details == "full":
+        return None
+    match = re.search(r"r=(\d+) (\S+)$", details)
+    if match is None or match[2] not in LORA_TARGETS:
+        raise NotACase(f"adapter '{details}' is not known")
+    return Lora(r=int(match[1]), target_modules=LORA_TARGETS[match[2]])
+
+
+def _precision(text: str) -> tuple[str, str]:
+    """(autocast, dtype of the weights)."""
+    if "tf32 allowed" in text:
+        return "tf32", "float32"
+    if text.startswith("pure bf16"):
+        return "fp32", "bfloat16"
+    if "apex O2" in text:
+        return "fp32", "float16"
+    autocast = re.match(r"(bf16|fp16) autocast( on bf16 weights)?$", text)
+    if autocast:
+        return autocast[1], "bfloat16" if autocast[2] else "float32"
+    if text == "fp32":
+        return "fp32", "float32"
+    raise NotACase(f"precision '{text}' is not known")
+
+
+def _optimizer(text: str) -> str:
+    return {"adamw_apex_fused": "adamw_torch_fused", "apex FusedAdam": "adamw_torch_fused"}.get(text, text)
+
+
+# ---------------------------------------------------------------------------------------------- predictions
+
+
+class Traces:
+    """Estimates by what decides them, kept in a file between runs where one is named."""
+
+    def __init__(self, kept: Path | None) -> None:
+        self._kept = kept
+        self._found: dict[str, Estimate] = pickle.loads(kept.read_bytes()) if kept is not None and kept.exists() else {}
+
+    def of(self, run: Run) -> Estimate:
+        if run.key not in self._found:
+            workload = from_spec(run.model, DataSpec(max_length=run.length))
+            self._found[run.key] = estimate(workload, run.settings)
+            if self._kept is not None:
+                self._kept.with_suffix(".new").write_bytes(pickle.dumps(self._found))
+                self._kept.with_suffix(".new").replace(self._kept)
+        return self._found[run.key]
+
+
+def predict(run: Run, made: Estimate) -> Answer:
+    if run.row["metric_kind"] in SPEED:
+        speed = speed_of(run.gpu)
+        assert speed is not None, run.gpu.name
+        accumulation = run.settings.accumulation
+        found = StepTimer(made.ops, speed, run.settings.precision).at(run.batch, accumulation)
+        roofline_s = roofline_step_s(made.ops, run.gpu, run.settings.precision, batch=run.batch, accumulation=accumulation)
+        return Answer(run=run, predicted=found.samples_per_s, roofline=run.batch * accumulation / roofline_s)
+    return Answer(run=run, predicted=_memory_bytes(run, made))
+
+
+def _memory_bytes(run: Run, made: Estimate) -> float:
+    """By what the row's figure holds: what torch allocated or the Trainer's peak, else all of it as nvidia-smi shows it less the context
+    (fms-acceleration subtracts a baseline)."""
+    peak, kind = made.curve.peak(run.batch), run.row["metric_kind"]
+    if kind in ("torch_max_allocated", "trainer_mem_peak_less_weights_plus_buckets"):
+        return peak.allocated_bytes
+    return peak.reserved_bytes + peak.context_bytes
+
+
+# ---------------------------------------------------------------------------------------------- the comparison
+
+
+def summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    speed = [one for one in answers if one.roofline is not None]
+    memory = [one for one in answers if one.roofline is None and one.run.row["trust"] == "A"]
+    found: dict[str, Any] = {}
+    if speed:
+        found |= {"speed_rows": len(speed), **_spread("speed", [one.error for one in speed])}
+        found |= _spread("roofline", [(one.roofline or 0) / one.run.measured - 1 for one in speed])
+    if memory:
+        errors = [one.error for one in memory]
+        found |= {"memory_rows": len(memory), **_spread("memory", errors), "memory_under_3pct": sum(e < -0.03 for e in errors)}
+    return found
+
+
+def _spread(name: str, errors: Sequence[float]) -> dict[str, float]:
+    sizes = sorted(abs(error) for error in errors)
+    p90 = statistics.quantiles(sizes, n=10, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
+    return {f"{name}_median_pct": round(100 * statistics.median(sizes), 2), f"{name}_p90_pct": round(100 * p90, 2)}
+
+
+def read_runs(path: Path, what: str | None = None) -> tuple[list[Run], list[tuple[str, str]]]:
+    runs, left_out = [], []
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            kind = "speed" if row["metric_kind"] in SPEED else "memory"
+            if what not in (None, kind):
+                continue
+            try:
+                runs.append(run_of(row))
+            except NotACase as error:
+                left_out.append((row["id"], str(error)))
+    return runs, left_out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("csv", nargs="?", type=Path, default=DATA)
+    parser.add_argument("--traces", type=Path, help="keep the traces there, and read those that are there")
+    parser.add_argument("--what", choices=("speed", "memory"), help="only these rows")
+    options = parser.parse_args()
+    started = time.perf_counter()
+    runs, left_out = read_runs(options.csv, options.what)
+    traces = Traces(options.traces)
+    answers = [predict(run, traces.of(run)) for run in runs]
+    for one in answers:
+        row = one.run.row
+        unit, scale = ("samples/s", 1.0) if one.roofline is not None else ("MiB", 1 / MIB)
+        plain = f"  roofline {100 * (one.roofline / one.run.measured - 1):+7.1f} %" if one.roofline is not None else ""
+        figures = f"measured {one.run.measured * scale:10.2f}  predicted {one.predicted * scale:10.2f} {unit:9} {100 * one.error:+7.1f} %"
+        print(f"{one.run.title:26} {one.run.gpu.name:24} {row['metric_kind'][:20]:20} {figures}{plain}  {row['trust']}")
+    for name, why in left_out:
+        print(f"left out: {name}: {why}")
+    sys.stderr.write(f"{time.perf_counter() - started:.0f} s\n")
+    print(json.dumps({**summary(answers), "left_out": len(left_out)}))
+
+
+if __name__ == "__main__":
+    main()
