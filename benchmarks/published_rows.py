@@ -29,6 +29,8 @@ COLUMNS = (
 BINNED_LENGTH = 512 // 2 + 64 // 2
 """NVIDIA's BERT at 512 tokens: its changelog says that phase 2 is binned by length with a bin size of 64, and half of the tokens of the
 Wikipedia data at 512 are padding (Krell et al., arXiv 2107.02027). So a batch is half of 512 long, and half a bin more."""
+GRAND_TETON = {"power_limit_w": 500.0, "bandwidth_bytes_per_s": 2.4e12}
+"""torchtitan's H100s, by the hardware section of its docs/performance.md: HBM2e at 2.4 TB/s and a power limit of 500 W."""
 NODE_LINK_BYTES_PER_S = 25e9  # 1600 Gbit/s between nodes, shared by the 8 cards of a node, as the source's notes say
 
 
@@ -52,6 +54,7 @@ class Case:
     looped_optimizer: bool  # one kernel per parameter and operation, as before the multi-tensor optimizers
     compiled: bool
     length: int
+    torch: tuple[int, int]
 
     @property
     def config(self) -> tuple[Any, ...]:
@@ -107,6 +110,8 @@ def _speed_rows(path: Path) -> Iterator[Row]:
 
 def _case(row: Row) -> Case:
     gpu, world = _cards(row["gpu"])
+    if "torchtitan" in row["source"]:
+        gpu = replace(gpu, **GRAND_TETON)
     if not row["per_device_batch"]:
         raise NotACase("no batch size")
     batch, accumulation = int(row["per_device_batch"]), int(row["grad_accum"] or 1)
@@ -143,6 +148,7 @@ def _case(row: Row) -> Case:
         looped_optimizer=_before_multi_tensor(row),
         compiled=_compiled(row),
         length=length,
+        torch=torch_of(row["torch_version"]),
     )
 
 
@@ -227,6 +233,14 @@ def _optimizer(text: str) -> str:
     if "fused" in plain or "lamb" in plain:
         return "adamw_torch_fused"
     return "adamw_torch"
+
+
+def torch_of(text: str) -> tuple[int, int]:
+    """The torch of a row, the older where it names two; NVIDIA's containers by their date, what is not said is taken for one of today."""
+    if stated := re.search(r"(?:^|torch |~)(\d)\.(\d+)", text):
+        return int(stated[1]), int(stated[2])
+    year = re.search(r"(?:NGC|20)\D*(\d\d)\b", text)
+    return (1, 10) if year and int(year[1]) <= 22 else (2, 6)
 
 
 def _compiled(row: Row) -> bool:

@@ -145,7 +145,7 @@ def traced_cases(path: Path, kept: Path | None) -> tuple[list[Case], dict[Any, K
 
 
 def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
-    speed = speed or speed_of(case.gpu)
+    speed = speed or speed_of(case.gpu, torch=case.torch)
     assert speed is not None, case.gpu.name
     if case.world_size > 8:
         speed = replace(speed, link_bytes_per_s=NODE_LINK_BYTES_PER_S)

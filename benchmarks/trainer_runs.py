@@ -3,7 +3,7 @@
 usage: python benchmarks/trainer_runs.py [CSV] [--traces FILE] [--what speed|memory]
 
 CSV is shaped like benchmarks/data/trainer_runs.csv (the default): every setting is kept as the row states it, and none is tuned to. The
-installed versions are traced, whatever the row's were; `ambiguity` in the file says what a row leaves open. Optimizers that transformers
+installed versions are traced, whatever the row's were, and priced under the torch of the row; `ambiguity` in the file says what a row leaves open. Optimizers that transformers
 or apex had then are traced as what they launch: `adamw_hf` goes through the parameters one by one, apex's is one fused kernel.
 Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The last line is one JSON object; nothing here was measured by us.
 """
@@ -19,15 +19,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from published_rows import NotACase, card_of
+from published_rows import NotACase, card_of, torch_of
 from speed_accuracy import roofline_step_s
 
 from hfopt.estimate.memory import Estimate, estimate
-from hfopt.estimate.speed import speed_of
+from hfopt.estimate.speed import FLASH_2, Speed, speed_of
 from hfopt.estimate.step_time import StepTimer
 from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB, MIB
@@ -103,16 +103,16 @@ def run_of(row: Row) -> Run:
     precision, weights = _precision(row["precision"])
     settings = StepSettings(
         precision=precision,  # type: ignore[arg-type]
-        checkpointing=Checkpointing(every_n_layers=int(row["checkpointing"] == "True"), use_reentrant=True),  # transformers' default before 5
+        checkpointing=Checkpointing(
+            every_n_layers=int(row["checkpointing"] == "True"), use_reentrant=True
+        ),  # transformers' default before 5
         accumulation=int(row["accumulation"]),
         optim=_optimizer(row["optimizer"]),
         attn_implementation=row["attention"] if row["attention"] == "eager" else None,
         capability=gpu.capability or (8, 0),
         multiprocessors=gpu.sms,
     )
-    return Run(
-        row=row, gpu=gpu, model=_model(row, weights), settings=settings, length=int(length[0]), batch=int(row["per_device_batch"])
-    )
+    return Run(row=row, gpu=gpu, model=_model(row, weights), settings=settings, length=int(length[0]), batch=int(row["per_device_batch"]))
 
 
 def _model(row: Row, weights: str) -> ModelSpec:
@@ -187,15 +187,22 @@ class Traces:
         return self._found[run.key]
 
 
-def predict(run: Run, made: Estimate) -> Answer:
+def predict(run: Run, made: Estimate, speed: Speed | None = None) -> Answer:
     if run.row["metric_kind"] in SPEED:
-        speed = speed_of(run.gpu)
-        assert speed is not None, run.gpu.name
+        speed = speed or speed_as_run(run)
         accumulation = run.settings.accumulation
         found = StepTimer(made.ops, speed, run.settings.precision).at(run.batch, accumulation)
         roofline_s = roofline_step_s(made.ops, run.gpu, run.settings.precision, batch=run.batch, accumulation=accumulation)
         return Answer(run=run, predicted=found.samples_per_s, roofline=run.batch * accumulation / roofline_s)
     return Answer(run=run, predicted=_memory_bytes(run, made))
+
+
+def speed_as_run(run: Run) -> Speed:
+    """The card under the torch of the row; a flash-attention package brings its kernel along whatever the torch."""
+    torch = torch_of(run.row["versions/date"])
+    speed, newer = speed_of(run.gpu, torch=torch), speed_of(run.gpu, torch=max(torch, FLASH_2))
+    assert speed is not None and newer is not None, run.gpu.name
+    return replace(speed, flash_share=newer.flash_share) if run.row["attention"] == "flash_attention_2" else speed
 
 
 def _memory_bytes(run: Run, made: Estimate) -> float:

@@ -148,6 +148,12 @@ def mig_entries() -> tuple[CatalogEntry, ...]:
     )
 
 
+def fp32_per_sm_clock(capability: tuple[int, int] | None) -> int | None:
+    """Float32 operations of an SM in a clock, which all architectures of a capability share; None: not known."""
+    rates = (one["flops_per_sm_clock"]["fp32"] for one in table()["architectures"].values() if tuple(one["capability"]) == capability)
+    return next(rates, None)
+
+
 def driver_reserve_mib(memory_mib: int) -> float:
     """What the driver is taken to keep of a card's memory where no report says; gpus.toml says what it rests on."""
     reserve = table()["driver_reserve"]
@@ -166,6 +172,7 @@ def _instance(card: CatalogEntry, profile: str, share: tuple[int, int, int], gro
         "sms": sms,
         "bandwidth_bytes_per_s": of_card["bandwidth_bytes_per_s"] * slices / group["slices"],
         "peak_flops": {precision: peak * sms / of_card["sms"] for precision, peak in of_card["peak_flops"].items()},
+        "power_limit_w": of_card["power_limit_w"] * sms / of_card["sms"],
         "nvlink_bytes_per_s": None,
         "mig": True,
         "source": group["source"],

@@ -190,6 +190,8 @@ class StepTime:
     mfu: float | None
     bound: Literal["compute", "bandwidth", "launch", "communication", "input"]
     shares: Mapping[str, float] = field(default_factory=dict)  # by kind of op, of step_s
+    clock_share: float | None = None  # of the clock the peaks are quoted at, sustained; None: nothing is known of the board's power
+    power_w: float | None = None  # average over the step, of one card
 
     @property
     def gpu_utilization(self) -> float:

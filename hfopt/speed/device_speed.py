@@ -1,6 +1,7 @@
-"""How fast a device is: a card by its peaks and shares, a CPU by measuring it.
+"""How fast a device is: a card by its peaks, shares and power, a CPU by measuring it.
 
-How fast a device is: a card's peaks and bandwidth times the shares of `efficiency.toml`, in one value the step-time model reads.
+A card's peaks and bandwidth times the shares of `efficiency.toml`, its board's power and what the host needs to launch a kernel, in one
+value the step-time model reads.
 
 `speed_of` needs the card's facts (bandwidth, SMs, dense peaks); a card the catalog does not know has no speed, and None says so.
 
@@ -24,8 +25,11 @@ from typing import Any
 
 import torch
 
+from hfopt.compat import installed_torch
 from hfopt.schema import Gpu
+from hfopt.speed.board_power import Board, board_of
 
+FLASH_2 = (2, 2)  # the torch whose own flash attention is FlashAttention-2 (its release notes)
 toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
@@ -42,12 +46,13 @@ class HostCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """A device as the step-time model sees it. Rates are reachable ones: peak × efficiency."""
+    """A device as the step-time model sees it. Rates are reachable ones at the nominal clock: peak × efficiency."""
 
     name: str
     matmul_flops: Mapping[str, float]  # by arithmetic: fp32, tf32, fp16, bf16
     peak_flops: Mapping[str, float]  # the data sheet's, for MFU
-    attention_share: float  # of the matmul rate
+    flash_share: float  # of the matmul rate
+    efficient_share: float  # the memory-efficient attention kernel's
     conv_share: float
     memory_bytes_per_s: float
     reduction_bytes_per_s: float
@@ -56,7 +61,7 @@ class Speed:
     host: HostCost
     asynchronous: bool = True  # the host runs ahead of the device
     link_bytes_per_s: float | None = None  # between devices, one direction
-    fitted_on: str = ""  # the architecture whose published rows the shares come from
+    board: Board | None = None  # None: nothing is known to hold the clock
 
 
 @cache
@@ -65,56 +70,54 @@ def table() -> dict[str, Any]:
     return parsed
 
 
-def architecture(capability: tuple[int, int] | None, *, half_rate: bool = False) -> tuple[str, dict[str, Any]]:
-    """The row for a capability, resolved through `like` and filled up with what all share: (name of the architecture, its shares)."""
+def architecture(capability: tuple[int, int] | None) -> tuple[str, dict[str, Any]]:
+    """The row for a capability, filled up with what all share: (name of the architecture, its shares)."""
     rows: dict[str, dict[str, Any]] = table()["architectures"]
-    if half_rate and capability is not None and capability >= (8, 6):
-        return "geforce", _filled(rows["geforce"])
     wanted = "8.0" if capability is None else f"{capability[0]}.{capability[1]}"
     name = next((key for key, row in rows.items() if wanted in row["capabilities"]), None)
     if name is None:
         major = int(wanted.split(".")[0])
         name = next((key for key, row in rows.items() if any(c.startswith(f"{major}.") for c in row["capabilities"])), "hopper")
-    while "like" in rows[name]:
-        name = rows[name]["like"]
-    return name, _filled(rows[name])
-
-
-def _filled(row: dict[str, Any]) -> dict[str, Any]:
     shared: dict[str, Any] = table()["shared"]
-    return {**shared, **row, "matmul": {**shared["matmul"], **row.get("matmul", {})}}
+    return name, {**shared, **rows[name], "matmul": {**shared["matmul"], **rows[name].get("matmul", {})}}
 
 
-def speed_of(gpu: Gpu) -> Speed | None:
-    """The card's speed; None when the catalog has no peak or bandwidth for it."""
+def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed | None:
+    """The card's speed under this version of torch (None: the installed one); None when the catalog has no peak or bandwidth for it."""
     fp32 = gpu.peak_flops.get("fp32")
     if gpu.bandwidth_bytes_per_s is None or fp32 is None:
         return None
-    name, shares = architecture(gpu.capability, half_rate=gpu.peak_flops.get("fp16", 0.0) < 3 * fp32)
-    host, kernel = table()["host"], table()["kernel"]
-    matmul = shares["matmul"]
-    rates = {
-        kind: gpu.peak_flops[kind] * matmul.get(kind, matmul["fp16"]) for kind in ("fp32", "tf32", "fp16", "bf16") if kind in gpu.peak_flops
-    }
+    version = torch_version or installed_torch()
+    _, shares = architecture(gpu.capability)
+    kernel, matmul = table()["kernel"], shares["matmul"]
+    flash = shares["flash"] if version >= FLASH_2 else min(shares["flash"], shares["flash_before_2"])
     return Speed(
         name=gpu.name,
-        matmul_flops=rates,
+        matmul_flops={kind: gpu.peak_flops[kind] * share for kind, share in matmul.items() if kind in gpu.peak_flops},
         peak_flops=dict(gpu.peak_flops),
-        attention_share=shares["attention"] / matmul["fp16"],
+        flash_share=flash / matmul["fp16"],
+        efficient_share=shares["efficient"] / matmul["fp16"],
         conv_share=kernel["conv_share"],
         memory_bytes_per_s=gpu.bandwidth_bytes_per_s * shares["memory"],
         reduction_bytes_per_s=gpu.bandwidth_bytes_per_s * shares["reduction"],
         sms=gpu.sms or max(1, round(fp32 / 1.6e11)),
         kernel_floor_s=kernel["floor_us"] * 1e-6,
-        host=HostCost(
-            forward_s=host["forward_us"] * 1e-6,
-            backward_s=host["backward_us"] * 1e-6,
-            optimizer_s=host["optimizer_us"] * 1e-6,
-            sync_s=host["sync_us"] * 1e-6,
-            step_s=host["step_us"] * 1e-6,
-        ),
+        host=host_cost(version),
         link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
-        fitted_on=name,
+        board=board_of(gpu, table()["power"]),
+    )
+
+
+def host_cost(torch_version: tuple[int, int]) -> HostCost:
+    """Seconds per launch under this version of torch."""
+    host = table()["host"]
+    slower = 1e-6 * (host["before_torch_2"] if torch_version < (2, 0) else 1.0)
+    return HostCost(
+        forward_s=host["forward_us"] * slower,
+        backward_s=host["backward_us"] * slower,
+        optimizer_s=host["optimizer_us"] * slower,
+        sync_s=host["sync_us"] * slower,
+        step_s=host["step_us"] * slower,
     )
 
 
@@ -133,7 +136,8 @@ def cpu_speed() -> Speed:
         name="this CPU",
         matmul_flops={"fp32": flops, "bf16": flops, "fp16": flops},
         peak_flops={"fp32": flops},
-        attention_share=0.5,
+        flash_share=0.5,
+        efficient_share=0.5,
         conv_share=0.5,
         memory_bytes_per_s=bandwidth,
         reduction_bytes_per_s=bandwidth,
@@ -141,7 +145,6 @@ def cpu_speed() -> Speed:
         kernel_floor_s=0.0,
         host=HostCost(forward_s=2 * op_s, backward_s=2 * op_s, optimizer_s=2 * op_s, sync_s=0.0, step_s=1e-3),
         asynchronous=False,
-        fitted_on="measured",
     )
 
 

@@ -1,13 +1,14 @@
 """The time of one optimizer step: a roofline per kernel on the device, a launch cost per kernel on the host, and the two overlaid.
 
 Device, per kernel: max(arithmetic, memory, floor). A matmul's arithmetic is its tiles in whole waves over the SMs (the best of a few tile
-shapes and split-K factors, as cuBLAS picks); everything else is its bytes over the bandwidth its kind reaches. Host, per kernel: a constant
-by phase. In a phase the device starts when the host has launched, and runs no faster than it is fed:
+shapes and split-K factors, as cuBLAS picks), at the clock that the board's power lets the step sustain (`board_power`); everything else is
+its bytes over the bandwidth its kind reaches. Host, per kernel: a constant by phase. In a phase the device starts when the host has
+launched, and runs no faster than it is fed:
 end = max(max(host, device) + busy, host + launch).
 Trainer reads the loss back once per micro-batch (`logging_nan_inf_filter`), so host and device meet there; accumulation repeats that.
 
 Gradients are all-reduced over the last backward, sharded weights are gathered in every micro-batch; what cannot be hidden is added.
-Known limits: kernels of one phase are taken as evenly mixed, caches and clocks under load are in the efficiency only.
+Known limits: kernels of one phase are taken as evenly mixed, caches are in the efficiency only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hfopt.schema import OpCost, Precision, StepTime
+from hfopt.speed.board_power import sustained_clock
 from hfopt.speed.device_speed import Speed
 
 Floats = Any  # a numpy array of float64
@@ -42,6 +44,25 @@ class RankTraffic:
     micro_batch_bytes: float = 0.0
     step_bytes: float = 0.0
     host_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Work:
+    """Of each group of kernels: arithmetic at the nominal clock, memory traffic or the shortest time, bytes."""
+
+    arithmetic_s: Floats
+    other_s: Floats
+    moved_bytes: Floats
+
+    def seconds(self, clock: float) -> Floats:
+        return np.maximum(self.arithmetic_s / clock, self.other_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spent:
+    step_s: float
+    busy_s: float
+    exposed_s: float  # communication that nothing hides
 
 
 class StepTimer:
@@ -70,44 +91,38 @@ class StepTimer:
         self._tiled = np.array([op.kind in ("matmul", "conv") and len(op.shape) == 4 for op in ops])
         self._phase = {phase: np.array([op.phase == phase for op in ops], dtype=bool) for phase in PHASES}
         self._sync = np.array([op.name.split(".")[0].split("::")[-1] == "_local_scalar_dense" for op in ops], dtype=bool)
+        self._launches = {phase: float((self._count * ~self._sync)[mask].sum()) for phase, mask in self._phase.items()}
+        self._syncs = float(self._count[self._sync].sum()) + 1
         self._arithmetic = np.array([op.kind in ("matmul", "attention", "conv") for op in ops], dtype=bool)
+        self._width = np.array([_width_weight(op, speed, precision) for op in ops])
         self._peak = speed.peak_flops.get(_main_arithmetic(ops, precision)) or speed.peak_flops.get("fp32")
 
     def at(self, batch: int, accumulation: int = 1) -> StepTime:
         """One optimizer step of `accumulation` micro-batches of `batch` samples on each device."""
-        kernel_s = self._kernels(batch)
-        launch = self._count * ~self._sync
-        busy = {phase: float(kernel_s[mask].sum()) for phase, mask in self._phase.items()}
-        cost = self._speed.host
-        host = {
-            "forward": float(launch[self._phase["forward"]].sum()) * cost.forward_s,
-            "backward": float(launch[self._phase["backward"]].sum()) * cost.backward_s,
-            "optimizer": float(launch[self._phase["optimizer"]].sum()) * cost.optimizer_s,
-        }
-        syncs = float(self._count[self._sync].sum()) + 1
-        micro_s = _overlap([(host["forward"], busy["forward"]), (host["backward"], busy["backward"])], self._speed.asynchronous)
-        micro_s += syncs * cost.sync_s
-        update_s = _overlap([(host["optimizer"], busy["optimizer"])], self._speed.asynchronous) + cost.step_s
-        exposed_s = self._communication(busy["backward"], micro_s, accumulation)
-        step_s = accumulation * micro_s + update_s + exposed_s
-        busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"] + exposed_s
+        work = self._work(batch)
+        clock, power_w = self._sustained(work, accumulation)
+        kernel_s = work.seconds(clock)
+        spent = self._spent(kernel_s, accumulation)
         samples = batch * accumulation * self._ranks.world_size
         return StepTime(
-            step_s=step_s,
-            busy_s=min(busy_s, step_s),
-            samples_per_s=samples / step_s,
-            tokens_per_s=None if self._tokens is None else samples * self._tokens / step_s,
-            mfu=self._mfu(batch, accumulation, step_s),
-            bound=self._bound(kernel_s, busy_s, step_s, exposed_s),
-            shares=self._shares(kernel_s, accumulation, step_s),
+            step_s=spent.step_s,
+            busy_s=min(spent.busy_s, spent.step_s),
+            samples_per_s=samples / spent.step_s,
+            tokens_per_s=None if self._tokens is None else samples * self._tokens / spent.step_s,
+            mfu=self._mfu(batch, accumulation, spent.step_s),
+            bound=self._bound(kernel_s, spent),
+            shares=self._shares(kernel_s, accumulation, spent.step_s),
+            clock_share=clock if power_w is not None else None,
+            power_w=power_w,
         )
 
     def forward_busy_s(self, batch: int) -> float:
         """Device seconds of one forward: what checkpointing repeats, at most."""
-        return float(self._kernels(batch)[self._phase["forward"]].sum())
+        work = self._work(batch)
+        return float(work.seconds(self._sustained(work, 1)[0])[self._phase["forward"]].sum())
 
-    def _kernels(self, batch: int) -> Floats:
-        """Device seconds of each group at this batch."""
+    def _work(self, batch: int) -> _Work:
+        """What each group of kernels asks of the device at this batch."""
         flops = self._flops[:, 0] + self._flops[:, 1] * batch
         moved = self._bytes[:, 0] + self._bytes[:, 1] * batch
         arithmetic = np.where(self._arithmetic, flops / self._rate, 0.0)
@@ -116,9 +131,43 @@ class StepTimer:
             quantised = _tiled_seconds(shapes, self._rate[self._tiled], self._speed)
             repeats = np.maximum(flops[self._tiled] / np.maximum(2 * shapes.prod(axis=1), 1), 1)  # a convolution's two gradients are one op
             arithmetic[self._tiled] = np.maximum(quantised * repeats, arithmetic[self._tiled])
-        kernel_s = np.maximum(np.maximum(arithmetic, moved / self._bandwidth), self._speed.kernel_floor_s)
-        kernel_s = np.where(self._sync, 0.0, kernel_s)
-        return np.asarray(kernel_s * self._count)
+        running = self._count * ~self._sync
+        waiting = np.maximum(moved / self._bandwidth, self._speed.kernel_floor_s)
+        return _Work(arithmetic_s=arithmetic * running, other_s=waiting * running, moved_bytes=moved * running)
+
+    def _sustained(self, work: _Work, accumulation: int) -> tuple[float, float | None]:
+        """(the clock as a share of the nominal one, the board's average power): 1 and None where nothing is known of its power."""
+        board = self._speed.board
+        if board is None:
+            return 1.0, None
+        repeat = np.where(self._phase["optimizer"], 1, accumulation)
+        moved_bytes = float((work.moved_bytes * repeat).sum())
+
+        def average_w(clock: float) -> float:
+            kernel_s = work.seconds(clock)
+            multiplying_s = np.minimum(work.arithmetic_s / clock, kernel_s)
+            drawn = board.joules(
+                plain_s=float((kernel_s * repeat).sum()),
+                weighted_s=float((multiplying_s * self._width * repeat).sum()),
+                moved_bytes=moved_bytes,
+                clock=clock,
+            )
+            return board.static_w + drawn / self._spent(kernel_s, accumulation).step_s
+
+        clock = sustained_clock(board, average_w)
+        return clock, average_w(clock)
+
+    def _spent(self, kernel_s: Floats, accumulation: int) -> _Spent:
+        """Host and device laid over each other, what is sent and what is waited for added."""
+        cost, launch = self._speed.host, self._launches
+        busy = {phase: float(kernel_s[mask].sum()) for phase, mask in self._phase.items()}
+        phases = [(launch["forward"] * cost.forward_s, busy["forward"]), (launch["backward"] * cost.backward_s, busy["backward"])]
+        micro_s = _overlap(phases, self._speed.asynchronous) + self._syncs * cost.sync_s
+        update_s = _overlap([(launch["optimizer"] * cost.optimizer_s, busy["optimizer"])], self._speed.asynchronous) + cost.step_s
+        exposed_s = self._communication(busy["backward"], micro_s, accumulation)
+        step_s = accumulation * micro_s + update_s + exposed_s
+        busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"] + exposed_s
+        return _Spent(step_s=step_s, busy_s=busy_s, exposed_s=exposed_s)
 
     def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> float:
         """Seconds that neither forward nor backward can hide."""
@@ -138,12 +187,10 @@ class StepTimer:
         useful = min(forward + float(flops[self._phase["backward"]].sum()), 3 * forward)
         return useful * accumulation / step_s / self._peak
 
-    def _bound(
-        self, kernel_s: Floats, busy_s: float, step_s: float, exposed_s: float
-    ) -> Literal["compute", "bandwidth", "launch", "communication"]:
-        if exposed_s > 0.3 * step_s:
+    def _bound(self, kernel_s: Floats, spent: _Spent) -> Literal["compute", "bandwidth", "launch", "communication"]:
+        if spent.exposed_s > 0.3 * spent.step_s:
             return "communication"
-        if busy_s < 0.7 * step_s:
+        if spent.busy_s < 0.7 * spent.step_s:
             return "launch"
         arithmetic_s = float(kernel_s[self._arithmetic].sum())
         return "compute" if arithmetic_s >= 0.5 * float(kernel_s.sum()) else "bandwidth"
@@ -193,7 +240,17 @@ def _main_arithmetic(ops: Sequence[OpCost], precision: Precision) -> str:
 
 def _arithmetic_rate(op: OpCost, speed: Speed, precision: Precision) -> float:
     rate = speed.matmul_flops.get(_arithmetic_of(op.dtype, precision)) or speed.matmul_flops["fp32"]
-    return rate * {"attention": speed.attention_share, "conv": speed.conv_share}.get(op.kind, 1.0)
+    attention = speed.efficient_share if "efficient" in op.name else speed.flash_share
+    return rate * {"attention": attention, "conv": speed.conv_share}.get(op.kind, 1.0)
+
+
+def _width_weight(op: OpCost, speed: Speed, precision: Precision) -> float:
+    """What a product in this arithmetic adds to an SM's energy, in shares of what it takes anyway."""
+    if speed.board is None or op.kind not in ("matmul", "conv", "attention"):
+        return 0.0
+    kind = _arithmetic_of(op.dtype, precision)
+    kind = kind if kind in speed.peak_flops else "fp32"
+    return speed.board.width_weight(speed.peak_flops[kind], kind)
 
 
 def _tiled_seconds(shapes: Floats, rates: Floats, speed: Speed) -> Floats:
