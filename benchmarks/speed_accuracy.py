@@ -47,6 +47,7 @@ class Predicted:
     case: Case
     samples_per_s: float
     roofline_samples_per_s: float
+    clock_share: float = 1.0  # of the nominal clock
 
 
 # ---------------------------------------------------------------------------------------------- kernels of a case
@@ -145,17 +146,19 @@ def traced_cases(path: Path, kept: Path | None) -> tuple[list[Case], dict[Any, K
 
 
 def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
-    speed = speed or speed_of(case.gpu, torch=case.torch)
+    speed = speed or speed_of(case.gpu, torch_version=case.torch)
     assert speed is not None, case.gpu.name
     if case.world_size > 8:
         speed = replace(speed, link_bytes_per_s=NODE_LINK_BYTES_PER_S)
     ranks = _ranks(case, made)
     ops = [_share(op, case.world_size) if case.sharded and op.phase == "optimizer" else op for op in made.ops]
     timer = StepTimer(ops, speed, case.settings.precision, ranks=ranks, compiled=case.compiled)
+    found = timer.at(case.batch, case.accumulation)
     return Predicted(
         case=case,
-        samples_per_s=timer.at(case.batch, case.accumulation).samples_per_s,
+        samples_per_s=found.samples_per_s,
         roofline_samples_per_s=_roofline(case, ops),
+        clock_share=found.clock_share or 1.0,
     )
 
 

@@ -3,9 +3,10 @@
 usage: python benchmarks/trainer_runs.py [CSV] [--traces FILE] [--what speed|memory]
 
 CSV is shaped like benchmarks/data/trainer_runs.csv (the default): every setting is kept as the row states it, and none is tuned to. The
-installed versions are traced, whatever the row's were, and priced under the torch of the row; `ambiguity` in the file says what a row leaves open. Optimizers that transformers
-or apex had then are traced as what they launch: `adamw_hf` goes through the parameters one by one, apex's is one fused kernel.
-Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The last line is one JSON object; nothing here was measured by us.
+installed versions are traced, whatever the row's were, and priced under the torch of the row; `ambiguity` in the file says what a row
+leaves open. Optimizers that transformers or apex had then are traced as what they launch: `adamw_hf` goes through the parameters one by
+one, apex's is one fused kernel. Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The last line is one JSON object;
+nothing here was measured by us.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from typing import Any
 from published_rows import NotACase, card_of, torch_of
 from speed_accuracy import roofline_step_s
 
-from hfopt.estimate.memory import Estimate, estimate
-from hfopt.estimate.speed import FLASH_2, Speed, speed_of
-from hfopt.estimate.step_time import StepTimer
+from hfopt.memory.step_memory import Estimate, estimate
+from hfopt.speed.device_speed import FLASH_2, Speed, speed_of
+from hfopt.speed.step_time import StepTimer
 from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB, MIB
-from hfopt.workload.model import from_spec
+from hfopt.model.from_config import from_spec
 
 DATA = Path(__file__).parent / "data" / "trainer_runs.csv"
 Row = dict[str, str]
@@ -86,6 +87,7 @@ class Answer:
     run: Run
     predicted: float
     roofline: float | None = None  # for speed
+    clock_share: float | None = None
 
     @property
     def error(self) -> float:
@@ -193,14 +195,14 @@ def predict(run: Run, made: Estimate, speed: Speed | None = None) -> Answer:
         accumulation = run.settings.accumulation
         found = StepTimer(made.ops, speed, run.settings.precision).at(run.batch, accumulation)
         roofline_s = roofline_step_s(made.ops, run.gpu, run.settings.precision, batch=run.batch, accumulation=accumulation)
-        return Answer(run=run, predicted=found.samples_per_s, roofline=run.batch * accumulation / roofline_s)
+        return Answer(run=run, predicted=found.samples_per_s, roofline=run.batch * accumulation / roofline_s, clock_share=found.clock_share)
     return Answer(run=run, predicted=_memory_bytes(run, made))
 
 
 def speed_as_run(run: Run) -> Speed:
     """The card under the torch of the row; a flash-attention package brings its kernel along whatever the torch."""
     torch = torch_of(run.row["versions/date"])
-    speed, newer = speed_of(run.gpu, torch=torch), speed_of(run.gpu, torch=max(torch, FLASH_2))
+    speed, newer = speed_of(run.gpu, torch_version=torch), speed_of(run.gpu, torch_version=max(torch, FLASH_2))
     assert speed is not None and newer is not None, run.gpu.name
     return replace(speed, flash_share=newer.flash_share) if run.row["attention"] == "flash_attention_2" else speed
 
