@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hfopt.speed.board_power import board_of, sustained_clock
-from hfopt.speed.device_speed import architecture, table
 from hfopt.hardware import catalog
 from hfopt.schema import Gpu
+from hfopt.speed.board_power import board_of, sustained_clock
+from hfopt.speed.device_speed import architecture
+from hfopt.speed.efficiency import efficiency
 
 DATA = Path(__file__).parent / "data" / "published_matmul.csv"
 REACHED = 0.94  # of the peak at its clock, by products that size on tensor cores; in float32 the shares of efficiency.toml
@@ -57,7 +58,7 @@ def flat(power: Mapping[str, Any]) -> dict[str, float]:
 
 
 def filled(constants: Constants) -> dict[str, Any]:
-    power = table()["power"]
+    power = efficiency()["power"]
     processes = {name: {**one, "nj_per_sm_clock": constants[name]} for name, one in power["processes"].items()}
     return {**power, **{name: constants[name] for name in PLAIN}, "processes": processes}
 
@@ -103,7 +104,8 @@ def spread(logs: Sequence[float]) -> dict[str, float]:
     sizes = [abs(math.expm1(error)) for error in logs]
     return {
         "median_pct": round(100 * statistics.median(sizes), 2),
-        "p90_pct": round(100 * statistics.quantiles(sizes, n=10, method="inclusive")[-1], 2),
+        "p80_pct": round(100 * statistics.quantiles(sizes, n=10, method="inclusive")[7], 2),
+        "p90_pct": round(100 * statistics.quantiles(sizes, n=10, method="inclusive")[8], 2),
     }
 
 
@@ -113,7 +115,7 @@ def main() -> None:
     parser.add_argument("--fit", action="store_true", help="fit the constants, and predict each card from the others")
     parser.add_argument("--rows", action="store_true", help="print every row")
     options = parser.parse_args()
-    rows, start = read_rows(options.csv), flat(table()["power"])
+    rows, start = read_rows(options.csv), flat(efficiency()["power"])
     if options.rows:
         for row in rows:
             peak = row.gpu.peak_flops[row.precision]

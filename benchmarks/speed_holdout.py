@@ -1,4 +1,4 @@
-"""What the step-time model says about a source, or a card, that it has never seen: each is left out in turn, the shares fitted on the others.
+"""What the step-time model says about a source, or a card, it has never seen: each is left out in turn, the shares fitted on the others.
 
 usage: python benchmarks/speed_holdout.py [--traces FILE] [--runs FILE] [--pull 1]
 

@@ -28,11 +28,11 @@ from published_rows import NotACase, card_of, torch_of
 from speed_accuracy import roofline_step_s
 
 from hfopt.memory.step_memory import Estimate, estimate
+from hfopt.model.from_config import from_spec
+from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.speed.device_speed import FLASH_2, Speed, speed_of
 from hfopt.speed.step_time import StepTimer
-from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
 from hfopt.units import GIB, MIB
-from hfopt.model.from_config import from_spec
 
 DATA = Path(__file__).parent / "data" / "trainer_runs.csv"
 Row = dict[str, str]

@@ -83,6 +83,8 @@ def _table(rows: tuple[Row, ...]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from hfopt.planner.comparison import told_apart
+
     table = Table(box=None, pad_edge=False)
     for title in ("card", "fits", "settings", "samples/s", "busy", "memory", "run", "cost"):
         table.add_column(
@@ -92,5 +94,7 @@ def _table(rows: tuple[Row, ...]) -> None:
         table.add_row(*row.cells())
     Console(file=sys.stdout, soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
     console = people()
+    if (equal := told_apart(rows)) is not None:
+        console.print(equal)
     for note in dict.fromkeys(note for row in rows for note in row.notes):
         console.print(note, style="dim")

@@ -18,6 +18,7 @@ from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.schema import StepSettings, Workload
+from hfopt.speed.efficiency import cards_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 
@@ -40,12 +41,18 @@ class Row:
             self.card,
             "yes",
             _settings(self.plan),
-            format_rate(after.time.samples_per_s, "").removesuffix(" /s"),
+            self._rate(),
             format_percent(after.time.gpu_utilization),
             format_bytes(after.memory.device_bytes),
             "" if self.run_s is None else format_seconds(self.run_s),
             "" if self.cost is None else f"{self.cost:.2f}",
         )
+
+    def _rate(self) -> str:
+        assert self.plan is not None
+        time = self.plan.facts.after.time
+        rate = format_rate(time.samples_per_s, "").removesuffix(" /s")
+        return rate if time.rate_error is None else f"{rate} ± {round(100 * time.rate_error)} %"
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -91,6 +98,17 @@ def compare_cards(
     traces = SharedTraces()
     subject = from_file(config, replace(request, gpu=names[0]))
     return tuple(_row(subject, name, request, traces, prices or {}, samples) for name in names)
+
+
+def told_apart(rows: Sequence[Row]) -> str | None:
+    """Which cards are as fast as the fastest for all the prediction can say; None where it stands alone."""
+    rates = {row.card: row.plan.facts.after.time.samples_per_s for row in rows if row.plan is not None}
+    best = max(rates.values(), default=0.0)
+    equal = [card for card, rate in sorted(rates.items(), key=lambda item: -item[1]) if rate * (1 + cards_error()) >= best]
+    if len(equal) < 2:
+        return None
+    listed = f"{', '.join(equal[:-1])} and {equal[-1]}"
+    return f"{listed} cannot be told apart: 8 of 10 ratios between cards are met within {format_percent(cards_error())}"
 
 
 def _row(subject: Subject, name: str, request: Request, traces: SharedTraces, prices: Mapping[str, float], samples: int | None) -> Row:

@@ -167,7 +167,10 @@ def _chosen(chosen: Chosen) -> dict[str, Any]:
     return {
         **_settings(chosen.candidate),
         "samples_per_s": chosen.time.samples_per_s,
+        "rate_error": chosen.time.rate_error,
         "step_s": chosen.time.step_s,
+        "clock_share": chosen.time.clock_share,
+        "power_w": chosen.time.power_w,
         "gpu_utilization": chosen.time.gpu_utilization,
         "bound": chosen.time.bound,
         "mfu": chosen.time.mfu,

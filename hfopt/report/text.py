@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
+from hfopt.speed.efficiency import efficiency, limits, settings_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
@@ -92,6 +93,7 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
     yield "title", "Speed (predicted)"
     for name, chosen in (("before", facts.before), ("after", facts.after)):
         yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data.samples)}"
+    yield from _range_and_power(facts)
     gain = facts.after.time.samples_per_s / facts.before.time.samples_per_s
     if facts.before.fits:
         yield "good", f"  {gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "  as fast as before"
@@ -102,6 +104,28 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
         took = format_seconds(found.measured_step_s)
         yield "good", f"  measured on {place_words(facts.trial)}: {took} a step, {rate}"
         yield "soft", f"          predicted {format_seconds(found.predicted_step_s or 0.0)} a step{_off(found.time_error)}"
+
+
+def _range_and_power(facts: PlanFacts) -> Iterator[Line]:
+    """What the prediction may be off by, what the card draws at what clock, and what the launches were priced for."""
+    time, gpu = facts.after.time, facts.hardware.smallest
+    if time.rate_error is not None:
+        low, high = (format_rate(rate, "samples") for rate in limits(time.samples_per_s, time.rate_error))
+        yield (
+            "soft",
+            f"          8 of 10 such rates are within {round(100 * time.rate_error)} %: {low.removesuffix(' samples/s')} to {high}",
+        )
+    if time.power_w is None or time.clock_share is None or gpu is None or gpu.power_limit_w is None:
+        return
+    clock = f"its power holds the clock at {round(100 * time.clock_share)} % of the boost's"
+    held = clock if time.power_w > 0.99 * gpu.power_limit_w else "power does not hold its clock"
+    parts = [f"about {time.power_w:.0f} of {gpu.power_limit_w:.0f} W: {held}"]
+    if facts.job.data.samples:
+        cards = len(facts.hardware.gpus)
+        parts.append(f"{cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6:.2f} kWh an epoch")
+    launch_us = efficiency()["host"]["forward_us"]
+    parts.append(f"launches priced for a server's CPU ({launch_us:.0f} µs each in forward)")
+    yield "soft", f"          {', '.join(parts)}"
 
 
 def _speed_words(chosen: Chosen, samples: int | None) -> str:
@@ -220,7 +244,8 @@ def why_not(other: Priced, facts: PlanFacts) -> str:
     rate = format_rate(other.time.samples_per_s, "samples")
     if slower <= TIE:
         return f"{rate}: within {format_percent(TIE)}, which no prediction tells apart; {_why_not_equal(other.candidate, winner.candidate)}"
-    return f"{rate}: {format_percent(slower)} slower, {other.time.bound}-bound, {format_bytes(other.memory.device_bytes)}"
+    unsure = ", cannot be told apart" if slower <= settings_error() else ""
+    return f"{rate}: {format_percent(slower)} slower{unsure}, {other.time.bound}-bound, {format_bytes(other.memory.device_bytes)}"
 
 
 def _why_not_equal(other: Candidate, winner: Candidate) -> str:

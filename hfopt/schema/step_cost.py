@@ -192,6 +192,7 @@ class StepTime:
     shares: Mapping[str, float] = field(default_factory=dict)  # by kind of op, of step_s
     clock_share: float | None = None  # of the clock the peaks are quoted at, sustained; None: nothing is known of the board's power
     power_w: float | None = None  # average over the step, of one card
+    rate_error: float | None = None  # eight of ten rates predicted so were within this share of the measured one; None: not known
 
     @property
     def gpu_utilization(self) -> float:

@@ -14,13 +14,9 @@ take their share, so ratios between settings hold better than rates.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -28,9 +24,9 @@ import torch
 from hfopt.compat import installed_torch
 from hfopt.schema import Gpu
 from hfopt.speed.board_power import Board, board_of
+from hfopt.speed.efficiency import card_error, efficiency
 
 FLASH_2 = (2, 2)  # the torch whose own flash attention is FlashAttention-2 (its release notes)
-toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,23 +58,18 @@ class Speed:
     asynchronous: bool = True  # the host runs ahead of the device
     link_bytes_per_s: float | None = None  # between devices, one direction
     board: Board | None = None  # None: nothing is known to hold the clock
-
-
-@cache
-def table() -> dict[str, Any]:
-    parsed: dict[str, Any] = toml.loads((files("hfopt.speed") / "efficiency.toml").read_text(encoding="utf-8"))
-    return parsed
+    card_error: float | None = None  # that eight of ten rates stay within; None: not known
 
 
 def architecture(capability: tuple[int, int] | None) -> tuple[str, dict[str, Any]]:
     """The row for a capability, filled up with what all share: (name of the architecture, its shares)."""
-    rows: dict[str, dict[str, Any]] = table()["architectures"]
+    rows: dict[str, dict[str, Any]] = efficiency()["architectures"]
     wanted = "8.0" if capability is None else f"{capability[0]}.{capability[1]}"
     name = next((key for key, row in rows.items() if wanted in row["capabilities"]), None)
     if name is None:
         major = int(wanted.split(".")[0])
         name = next((key for key, row in rows.items() if any(c.startswith(f"{major}.") for c in row["capabilities"])), "hopper")
-    shared: dict[str, Any] = table()["shared"]
+    shared: dict[str, Any] = efficiency()["shared"]
     return name, {**shared, **rows[name], "matmul": {**shared["matmul"], **rows[name].get("matmul", {})}}
 
 
@@ -89,7 +80,7 @@ def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed
         return None
     version = torch_version or installed_torch()
     _, shares = architecture(gpu.capability)
-    kernel, matmul = table()["kernel"], shares["matmul"]
+    kernel, matmul = efficiency()["kernel"], shares["matmul"]
     flash = shares["flash"] if version >= FLASH_2 else min(shares["flash"], shares["flash_before_2"])
     return Speed(
         name=gpu.name,
@@ -104,13 +95,14 @@ def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed
         kernel_floor_s=kernel["floor_us"] * 1e-6,
         host=host_cost(version),
         link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
-        board=board_of(gpu, table()["power"]),
+        board=board_of(gpu, efficiency()["power"]),
+        card_error=card_error(gpu.catalog_name or gpu.name),
     )
 
 
 def host_cost(torch_version: tuple[int, int]) -> HostCost:
     """Seconds per launch under this version of torch."""
-    host = table()["host"]
+    host = efficiency()["host"]
     slower = 1e-6 * (host["before_torch_2"] if torch_version < (2, 0) else 1.0)
     return HostCost(
         forward_s=host["forward_us"] * slower,

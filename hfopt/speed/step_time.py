@@ -22,6 +22,7 @@ import numpy as np
 from hfopt.schema import OpCost, Precision, StepTime
 from hfopt.speed.board_power import sustained_clock
 from hfopt.speed.device_speed import Speed
+from hfopt.speed.efficiency import rate_error
 
 Floats = Any  # a numpy array of float64
 PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "backward", "optimizer")
@@ -104,6 +105,7 @@ class StepTimer:
         kernel_s = work.seconds(clock)
         spent = self._spent(kernel_s, accumulation)
         samples = batch * accumulation * self._ranks.world_size
+        shares = self._shares(kernel_s, accumulation, spent.step_s)
         return StepTime(
             step_s=spent.step_s,
             busy_s=min(spent.busy_s, spent.step_s),
@@ -111,9 +113,10 @@ class StepTimer:
             tokens_per_s=None if self._tokens is None else samples * self._tokens / spent.step_s,
             mfu=self._mfu(batch, accumulation, spent.step_s),
             bound=self._bound(kernel_s, spent),
-            shares=self._shares(kernel_s, accumulation, spent.step_s),
+            shares=shares,
             clock_share=clock if power_w is not None else None,
             power_w=power_w,
+            rate_error=None if self._speed.card_error is None else rate_error(self._speed.card_error, shares),
         )
 
     def forward_busy_s(self, batch: int) -> float:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfopt.schema import Gpu, OpCost
-from hfopt.speed.device_speed import Speed, architecture, speed_of, table
+from hfopt.speed.device_speed import Speed, architecture, speed_of
+from hfopt.speed.efficiency import efficiency
 from hfopt.speed.step_time import RankTraffic, StepTimer, step_time
 
 A100 = Gpu(
@@ -135,7 +136,7 @@ def test_a_card_without_peaks_has_no_speed() -> None:
 @pytest.mark.parametrize("capability", [(5, 2), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0), None])
 def test_every_capability_finds_a_fitted_architecture(capability: tuple[int, int] | None) -> None:
     name, shares = architecture(capability)
-    assert "like" not in table()["architectures"][name]
+    assert "like" not in efficiency()["architectures"][name]
     assert all(0 < share <= 1 for share in shares["matmul"].values()) and 0 < shares["memory"] <= 1
 
 
