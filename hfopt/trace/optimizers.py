@@ -34,7 +34,8 @@ def is_bitsandbytes(optim: str) -> bool:
 
 
 class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
-    """Allocates at its first step what bitsandbytes would, and nothing afterwards."""
+    """Allocates at its first step what bitsandbytes would, and nothing afterwards. Its update is one kernel per parameter that goes through
+    weight, gradient and states; here two kernels stand for it, which together move as many bytes."""
 
     def __init__(self, model: Any, groups: list[dict[str, Any]], optim: str) -> None:
         match = _NAME.match(optim)
@@ -49,8 +50,14 @@ class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
-                    if parameter.grad is not None and not self.state[parameter]:
+                    if parameter.grad is None:
+                        continue
+                    if not self.state[parameter]:
                         self._start(parameter)
+                    parameter.add_(parameter.grad.view_as(parameter))
+                    states = [value for name, value in self.state[parameter].items() if name.startswith("state")]
+                    if states:
+                        torch._foreach_add_(states, 0)
 
     def _start(self, parameter: torch.Tensor) -> None:
         eight = self._eight_bit and parameter.numel() >= _SMALLEST_8BIT and parameter not in self._embeddings

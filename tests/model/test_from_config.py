@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.memory.step_memory import estimate
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
-from hfopt.schema import DataSpec, ModelSpec, Task
+from hfopt.schema import DataSpec, ModelSpec, StepSettings, Task
 
 Tiny = Callable[..., str]
 
@@ -134,6 +135,14 @@ def test_flash_attention_is_planned_without_its_package(tiny: Tiny, name: str) -
     assert workload.build_model().config._attn_implementation == "sdpa"
     assert bool(workload.make_batch(2)["attention_mask"].all()), "flash packages cut the padding out"
     assert any(name in note for note in workload.notes)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_flash_package_is_traced_as_the_flash_kernel_whatever_its_window(tiny: Tiny, window: int | None) -> None:
+    folder = tiny("llama", model_type="mistral", sliding_window=window)
+    workload = from_spec(ModelSpec(name=folder, attn_implementation="flash_attention_2"), DataSpec(max_length=8))
+    kernels = {op.name for op in estimate(workload, StepSettings(precision="bf16")).ops if op.kind == "attention"}
+    assert kernels and all("flash" in kernel for kernel in kernels)
 
 
 def test_attention_implementation_is_taken(tiny: Tiny) -> None:

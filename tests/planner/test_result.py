@@ -117,6 +117,18 @@ def test_the_row_of_a_card() -> None:
     assert comparison.Row(card="T4", plan=None, why_not="too small").cells()[:3] == ("T4", "no", "too small")
 
 
+def test_cards_within_the_known_error_of_the_fastest_cannot_be_told_apart() -> None:
+    def row(card: str, rate: float) -> comparison.Row:
+        time = replace(CHOSEN.time, samples_per_s=rate, rate_error=0.22)
+        return comparison.Row(card=card, plan=Plan(facts=replace(FACTS, after=replace(CHOSEN, time=time))))
+
+    rows = (row("T4", 50.0), row("L4", 100.0), row("A10", 95.0), comparison.Row(card="P4", plan=None))
+    assert rows[1].cells()[3] == "100 ± 22 %"
+    told = comparison.told_apart(rows)
+    assert told is not None and told.startswith("L4 and A10 cannot be told apart") and "T4" not in told
+    assert comparison.told_apart(rows[:2]) is None and comparison.told_apart(()) is None
+
+
 @pytest.mark.parametrize(
     ("args", "samples", "of_data", "run_s"),
     [

@@ -103,3 +103,26 @@ def test_an_epoch_and_tokens_are_told_where_they_are_known(facts: PlanFacts) -> 
     text = plan_text(replace(facts, after=timed, job=replace(facts.job, data=replace(facts.job.data, samples=15_000))))
     assert "MFU 40.0 %, 1 min 40 s an epoch" in text and "tokens/s" in text
     assert "epoch" not in plan_text(facts) and "MFU" not in plan_text(facts)
+
+
+def test_a_rate_is_told_with_its_range_and_the_power_it_takes(facts: PlanFacts) -> None:
+    card = replace(facts.hardware.gpus[0], power_limit_w=220.0)
+    held = replace(facts.after.time, samples_per_s=100.0, rate_error=0.25, clock_share=0.62, power_w=220.0)
+    told = replace(facts, hardware=replace(facts.hardware, gpus=(card,)), after=replace(facts.after, time=held))
+    text = plan_text(told)
+    assert "8 of 10 such rates are within 25 %: 80.0 to 125 samples/s" in text
+    assert "about 220 of 220 W: its power holds the clock at 62 % of the boost's" in text and "server's CPU" in text
+    free = plan_text(replace(told, after=replace(told.after, time=replace(held, power_w=120.0))))
+    assert "about 120 of 220 W: power does not hold its clock" in free
+    epoch = plan_text(replace(told, job=replace(told.job, data=replace(told.job.data, samples=360_000))))
+    assert "0.22 kWh an epoch" in epoch
+    assert "8 of 10" not in plan_text(facts) and " W:" not in plan_text(facts)
+
+
+def test_runners_up_within_the_known_error_cannot_be_told_apart(facts: PlanFacts) -> None:
+    def told(slower: float) -> str:
+        time = replace(facts.after.time, samples_per_s=facts.after.time.samples_per_s * (1 - slower))
+        return plan_text(replace(facts, alternatives=(Priced(candidate=facts.after.candidate, memory=facts.after.memory, time=time),)))
+
+    assert "5.0 % slower, cannot be told apart" in told(0.05)
+    assert "20.0 % slower, compute-bound" in told(0.20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,10 +136,35 @@ def test_a_card_without_peaks_has_no_speed() -> None:
 
 
 @pytest.mark.parametrize("capability", [(5, 2), (6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (13, 0), None])
-def test_every_capability_finds_a_fitted_architecture(capability: tuple[int, int] | None) -> None:
+def test_every_capability_finds_its_shares(capability: tuple[int, int] | None) -> None:
     name, shares = architecture(capability)
-    assert "like" not in efficiency()["architectures"][name]
-    assert all(0 < share <= 1 for share in shares["matmul"].values()) and 0 < shares["memory"] <= 1
+    assert name in efficiency()["architectures"]
+    assert all(0 < share <= 1 for share in shares["matmul"].values()) and 0 < shares["memory"] <= 1 and 0 < shares["flash"] <= 1
+
+
+def test_older_torch_launches_slower_and_has_the_older_flash_attention() -> None:
+    old, new = (speed_of(A100, torch_version=version) for version in ((1, 13), (2, 6)))
+    between = speed_of(A100, torch_version=(2, 1))
+    assert old is not None and new is not None and between is not None
+    assert old.host.forward_s > new.host.forward_s == between.host.forward_s
+    assert old.flash_share == between.flash_share < new.flash_share
+    assert step_time(TINY, old, "bf16", batch=4).step_s > step_time(TINY, new, "bf16", batch=4).step_s
+
+
+def test_attention_with_a_mask_takes_the_slower_kernel() -> None:
+    def attention(name: str) -> OpCost:
+        return replace(matmul(4096, 1024), name=name, kind="attention", shape=())
+
+    flash, efficient = (
+        step_time([attention(f"_scaled_dot_product_{kernel}_attention")], fast(), "bf16", batch=8).busy_s
+        for kernel in ("flash", "efficient")
+    )
+    assert efficient > 1.3 * flash
+
+
+def test_a_rate_carries_its_range_and_a_measured_cpu_none() -> None:
+    assert step_time(BIG, fast(), "bf16", batch=8).rate_error is not None
+    assert step_time(BIG, replace(fast(), card_error=None), "bf16", batch=8).rate_error is None
 
 
 def test_a_card_with_half_rate_tensor_cores_still_gains_by_tf32() -> None:

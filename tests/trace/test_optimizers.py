@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.errors import TraceError
 from hfopt.trace.optimizers import make_optimizer, parameter_groups
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
+
+
+class CountOps(TorchDispatchMode):  # type: ignore[misc]
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
 
 
 def state_bytes(optim: str, options: str | None = None) -> int:
@@ -35,6 +46,30 @@ def state_bytes(optim: str, options: str | None = None) -> int:
 )
 def test_the_states_of_each_optimizer(optim: str, options: str | None, copies: int) -> None:
     assert state_bytes(optim, options) == copies * sum(parameter.nbytes for parameter in MODEL.parameters())
+
+
+def test_a_loop_over_the_parameters_launches_more_than_one_kernel_for_all() -> None:
+    def kernels(optim: str) -> int:
+        model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(8)))
+        optimizer = make_optimizer(model, optim)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()  # makes the states
+        with CountOps() as counted:
+            optimizer.step()
+        return counted.calls
+
+    assert kernels("adamw_hf") > 2 * kernels("adamw_torch") > 2 * kernels("adamw_torch_fused")
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "lion_8bit", "paged_adamw_8bit"])
+def test_the_update_of_bitsandbytes_goes_through_every_weight(optim: str) -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = make_optimizer(model, optim)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    with CountOps() as counted:
+        optimizer.step()
+    assert counted.calls >= 2, "a second step costs kernels, though it allocates nothing"
 
 
 def test_norms_and_biases_do_not_decay_and_nothing_to_train_is_said() -> None:
