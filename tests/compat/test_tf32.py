@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import import_utils
 
-from hfopt.compat import masks_read
+from hfopt.compat.transformers_patches import masks_read
 
 NEW = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 SAID = {
