@@ -52,7 +52,7 @@ def main() -> None:
     print(elsewhere.report())
 
     here = hfopt.plan(build(args))
-    trainer = hfopt.protect(build(here.apply(args)))
+    trainer = hfopt.protect(build(here.apply(args)), plan=here)
     trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     used = here.candidate

@@ -15,7 +15,6 @@ from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError, HfoptError
 
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-PREPARE = "hfopt.launch.attach:prepare"
 
 
 def run(
@@ -62,7 +61,6 @@ def run(
         keep=tuple(sorted(known_keys(keep or []))),
         allow=tuple(sorted(allowed(allow))),
         headroom=headroom,
-        prepare=PREPARE,
     )
     arguments = resolved(command, nproc=nproc)
     source = config or next((Path(word) for word in command[1:] if word.endswith((".yaml", ".yml")) and Path(word).is_file()), None)

@@ -46,7 +46,7 @@ _FORMS: tuple[tuple[Where, str], ...] = (
     ("device", r"Allocation on device .* would exceed allowed memory"),  # PyTorch on a fraction set by set_per_process_memory_fraction
     ("device", r"\bout of memory at line\b"),  # bitsandbytes
     # the host
-    ("host", r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|std::bad_alloc|\bbad allocation\b"),
+    ("host", r"can't allocate memory|DefaultCPUAllocator: not enough memory|std::bad_alloc|\bbad allocation\b"),
     ("host", r"Cannot allocate memory|unable to mmap \d+ bytes"),
 )
 _KNOWN = tuple((where, re.compile(text, re.DOTALL | re.IGNORECASE)) for where, text in _FORMS)

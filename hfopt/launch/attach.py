@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ from hfopt.errors import HfoptError
 from hfopt.files import write_whole
 from hfopt.launch import apply_plan
 from hfopt.launch.apply_plan import apply_changes
-from hfopt.launch.handoff import RunOptions
-from hfopt.launch.trainer_hooks import orders_for
+from hfopt.launch.handoff import RestartOrders, RunOptions
 from hfopt.oom import record
 from hfopt.oom.protect import guard_of
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.redact import is_secret, said
-from hfopt.schema import Change
+from hfopt.schema import Change, PlannedMemory
 
 PLAN, REPORT, CONFIG = "plan.json", "plan.txt", "config.yaml"
 
@@ -40,6 +39,7 @@ class Known:
 
     changes: tuple[Change, ...]
     divides_loss: bool
+    memory: PlannedMemory | None = None
 
 
 def folder_of(args: Any) -> Path:
@@ -48,7 +48,7 @@ def folder_of(args: Any) -> Path:
 
 def write_plan(folder: Path, plan: Plan, divides_loss: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    said = {**plan.to_json(), "divides_loss": divides_loss}
+    said = {**plan.to_json(), "divides_loss": divides_loss, "memory_curve": plan.memory.to_json() if plan.memory is not None else None}
     write_whole(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
     write_whole(folder / REPORT, plan.report())
 
@@ -57,7 +57,9 @@ def read_plan(folder: Path) -> Known | None:
     try:
         said = json.loads((folder / PLAN).read_text())
         changes = tuple(Change(**entry) for entry in said["changes"])
-        return Known(changes=changes, divides_loss=bool(said.get("divides_loss")))
+        curve = said.get("memory_curve")
+        memory = PlannedMemory.from_json(curve) if curve is not None else None
+        return Known(changes=changes, divides_loss=bool(said.get("divides_loss")), memory=memory)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -111,6 +113,7 @@ class Decision:
 
     changes: tuple[Change, ...] = ()
     divides_loss: bool = False  # the Trainer divides by the accumulation, for the model's head does not
+    memory: PlannedMemory | None = None  # by which the fallback chooses smaller pieces
     lines: tuple[str, ...] = ()
     failed: bool = False
     plan: Plan | None = field(default=None, compare=False)  # rank 0's own; not sent
@@ -135,6 +138,7 @@ def prepare(trainer: Any, *, searching: bool) -> None:
         guard = guard_of(trainer)
         if guard is not None:
             guard.settings_changed()
+            guard.use_memory(decision.memory)
     if leads:
         write_config(trainer.args)
     if options.mode == "plan_only":
@@ -153,8 +157,7 @@ def _agreed(trainer: Any, options: RunOptions) -> Decision:
         return _decision(trainer, options)
     if dist.get_rank() == 0:
         decision = _decision(trainer, options)
-        sent = Decision(changes=decision.changes, divides_loss=decision.divides_loss, failed=decision.failed)
-        dist.broadcast_object_list([sent], src=0)
+        dist.broadcast_object_list([replace(decision, lines=(), plan=None)], src=0)
         return decision
     received: list[Any] = [None]
     dist.broadcast_object_list(received, src=0)
@@ -165,8 +168,9 @@ def _agreed(trainer: Any, options: RunOptions) -> Decision:
 
 def _decision(trainer: Any, options: RunOptions) -> Decision:
     folder = folder_of(trainer.args)
-    if orders_for(trainer.args.output_dir) is not None:
-        return _earlier(folder, trainer.args)
+    orders = RestartOrders.here(trainer.args.output_dir)
+    if orders is not None:
+        return _earlier(folder, orders)
     try:
         plan = _planned(trainer, options)
     except HfoptError as error:
@@ -176,13 +180,13 @@ def _decision(trainer: Any, options: RunOptions) -> Decision:
         return Decision(
             failed=True, lines=(f"hfopt: not planned ({type(error).__name__}: {_brief(error)}); the script's own settings stay",)
         )
-    decision = Decision(changes=plan.facts.changes, divides_loss=_divides(plan), plan=plan)
+    decision = Decision(changes=plan.facts.changes, divides_loss=_divides(plan), memory=plan.memory, plan=replace(plan, curve=None))
     try:
         write_plan(folder, plan, decision.divides_loss)
         where = f"; reasons in {folder / REPORT}"
     except OSError as error:
         where = f"; the plan could not be written: {error}"
-    return Decision(changes=decision.changes, divides_loss=decision.divides_loss, plan=plan, lines=tuple(_words(plan, where)))
+    return replace(decision, lines=tuple(_words(plan, where)))
 
 
 def _brief(error: Exception) -> str:
@@ -199,14 +203,13 @@ def _planned(trainer: Any, options: RunOptions) -> Plan:
         return make_plan(trainer, request)
 
 
-def _earlier(folder: Path, args: Any) -> Decision:
+def _earlier(folder: Path, orders: RestartOrders) -> Decision:
     """A restarted run keeps the plan of its first start, under what the restart changed."""
     known = read_plan(folder)
     if known is None:
         return Decision()
-    ordered = (orders_for(args.output_dir) or {}).get("changes", {})
-    changes = tuple(change for change in known.changes if change.key not in ordered)
-    return Decision(changes=changes, divides_loss=known.divides_loss)
+    changes = tuple(change for change in known.changes if change.key not in orders.changes)
+    return Decision(changes=changes, divides_loss=known.divides_loss, memory=known.memory)
 
 
 def _divides(plan: Plan) -> bool:

@@ -1,29 +1,40 @@
-"""What `hfopt run` was told, carried to the user's processes in one environment variable."""
+"""What passes between `hfopt run` and the processes it starts: options and orders go in by environment, news comes out by file.
+
+Into a process go `RunOptions`, what the command line asked for, and, when it was started again, `RestartOrders`: which output folder, which
+checkpoint, which settings. Out of it come, beside the file that the environment names, a `RunStart` when training begins, `NextSettings`
+whenever smaller pieces were needed, and a `RunFailure` when the process cannot go on. Each is written and read here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from hfopt.errors import ConfigError
-from hfopt.schema import ALLOWABLE
+from hfopt.files import write_whole
+from hfopt.schema import ALLOWABLE, NextSettings, RunFailure
 
-VARIABLE = "HFOPT_RUN"
+OPTIONS, ORDERS = "HFOPT_RUN", "HFOPT_ORDERS"
+HANDOFF = "HFOPT_HANDOFF"
+"""Names the file; sitecustomize looks for the variable before anything of hfopt is imported."""
+_Note = TypeVar("_Note", "RunStart", NextSettings, RunFailure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
+    """What `hfopt run` was told. The defaults, where nobody told anything, plan nothing."""
+
     mode: Literal["train", "plan_only", "dry_run"] = "train"
-    plan: bool = True
+    plan: bool = False
     fallback: bool = True
     keep: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     headroom: float = 0.06
-    prepare: str | None = None
-    """Who prepares a Trainer before it trains, as 'module:function': this stage may not know the planner."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.allow) - set(ALLOWABLE))
@@ -37,9 +48,93 @@ class RunOptions:
 
     @classmethod
     def here(cls) -> RunOptions:
-        """Those of this process; the defaults, which plan nothing, where nobody set any."""
-        text = os.environ.get(VARIABLE)
+        """Those of this process."""
+        text = os.environ.get(OPTIONS)
         told: dict[str, Any] = json.loads(text) if text else {}
         for name in ("keep", "allow"):
             told[name] = tuple(told.get(name, ()))
         return cls(**told)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartOrders:
+    """What a process that was started again does otherwise, for the output folder whose run failed and no other."""
+
+    output_dir: str
+    checkpoint: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"output_dir": self.output_dir, "checkpoint": self.checkpoint, "changes": dict(self.changes)})
+
+    @classmethod
+    def here(cls, output_dir: str) -> RestartOrders | None:
+        """Those of this process for a Trainer that writes there."""
+        text = os.environ.get(ORDERS)
+        orders = cls(**json.loads(text)) if text else None
+        if orders is None or Path(orders.output_dir).resolve() != Path(output_dir).resolve():
+            return None
+        return orders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStart:
+    """The settings a Trainer begins with: what the supervisor needs when the process is killed and can say nothing."""
+
+    output_dir: str
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    dataloader_num_workers: int
+
+    @classmethod
+    def of(cls, args: Any) -> RunStart:
+        return cls(**{item.name: getattr(args, item.name) for item in dataclasses.fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handoff:
+    """The files by which a process tells its supervisor; the ranks of a run share them, and the last word stands."""
+
+    path: Path
+
+    @classmethod
+    def here(cls) -> Handoff | None:
+        """None where nobody supervises this process."""
+        target = os.environ.get(HANDOFF)
+        return cls(path=Path(target)) if target is not None else None
+
+    def started(self, start: RunStart) -> None:
+        self._write(".alive", start)
+
+    def goes_on_with(self, settings: NextSettings) -> None:
+        self._write(".settings", settings)
+
+    def failed(self, failure: RunFailure) -> None:
+        self._write("", failure)
+
+    def has_failed(self) -> bool:
+        return self.path.exists()
+
+    @property
+    def start(self) -> RunStart | None:
+        return self._read(".alive", RunStart)
+
+    @property
+    def settings(self) -> NextSettings | None:
+        return self._read(".settings", NextSettings)
+
+    @property
+    def failure(self) -> RunFailure | None:
+        return self._read("", RunFailure)
+
+    def _place(self, suffix: str) -> Path:
+        return self.path.with_name(f"{self.path.name}{suffix}")
+
+    def _write(self, suffix: str, note: RunStart | NextSettings | RunFailure) -> None:
+        write_whole(self._place(suffix), json.dumps(dataclasses.asdict(note)))
+
+    def _read(self, suffix: str, kind: type[_Note]) -> _Note | None:
+        try:
+            return kind(**json.loads(self._place(suffix).read_text()))
+        except FileNotFoundError:
+            return None

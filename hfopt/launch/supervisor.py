@@ -1,14 +1,10 @@
-"""Runs a training command unchanged and, when memory ends it, starts it again from its last checkpoint.
+"""Runs a training command unchanged and, when memory ends its process, starts it again from its last checkpoint.
 
-The checkpoint to resume from: the newest one of an output folder that was written to its end.
-
-The supervisor: runs a training command unchanged and, when memory ends its process, starts it again from its last checkpoint.
-
-Inside the process every Trainer is protected (`inside.py`), so most OOMs never come here. What does: the optimizer step, FSDP and ZeRO,
-an exchange of gradients that had begun, the kernel's OOM killer. The process leaves word in a file (what to change, which output folder);
-one that was killed could not, so it leaves its settings at the start and the memory cgroup says what killed it. All ranks are ended, the
-new pair of batch and accumulation (same product) goes into the environment, and the command runs again. Any other failure is the script's
-own: its exit code is passed on.
+Inside the process every Trainer is protected (`trainer_hooks.py`), so most OOMs never come here. What does: the optimizer step, FSDP and
+ZeRO, an exchange of gradients that had begun, the kernel's OOM killer. The process leaves word in a file (what to change, which output
+folder); one that was killed could not, so it leaves its settings at the start and the memory cgroup says what killed it. All ranks are
+ended, the new pair of batch and accumulation (same product) goes into the environment, and the command runs again from the newest
+checkpoint that was written to its end. Any other failure is the script's own: its exit code is passed on.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import Any
 
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
-from hfopt.launch.handoff import VARIABLE, RunOptions
+from hfopt.launch.handoff import HANDOFF, OPTIONS, ORDERS, Handoff, RestartOrders, RunOptions, RunStart
 from hfopt.process.foreground import Child
 
 _NAME = re.compile(r"^checkpoint-(\d+)$")
@@ -49,7 +45,6 @@ def _complete(folder: Path) -> bool:
 
 SITE = Path(__file__).parents[1] / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed
-HANDOFF, ORDERS = "HFOPT_HANDOFF", "HFOPT_ORDERS"  # as in record.py and inside.py, which import torch
 
 Replanned = Callable[[Mapping[str, Any], str], None]
 """Takes the settings that go on, and why; the command line writes them into a copy of the user's YAML."""
@@ -74,18 +69,18 @@ def supervise(
     options: RunOptions | None = None,
 ) -> int:
     """Runs the command to its end, restarting it at most `attempts` times; returns its last exit code."""
-    orders: dict[str, Any] | None = None
+    orders: RestartOrders | None = None
     for restart in range(attempts + 1):
         with tempfile.TemporaryDirectory(prefix="hfopt-run-") as folder:
-            note = Path(folder) / "handoff.json"
+            handoff = Handoff(path=Path(folder) / "handoff.json")
             kills = oom_kills()
-            child = Child(command, _environment(note, orders, options or RunOptions()))
-            code = child.run(note.exists, grace_s=GRACE_S)
-            settings = _read(note.with_name(f"{note.name}.settings"))
+            child = Child(command, _environment(handoff, orders, options or RunOptions()))
+            code = child.run(handoff.has_failed, grace_s=GRACE_S)
+            settings = handoff.settings
             if settings is not None and replanned is not None:
-                replanned(settings["changes"], settings["why"])
-            verdict = _verdict(note, code, kills) if code != 0 and not child.asked_to_end else None
-            trained = note.with_name(f"{note.name}.alive").exists()
+                replanned(settings.changes, settings.why)
+            verdict = _verdict(handoff, code, kills) if code != 0 and not child.asked_to_end else None
+            trained = handoff.start is not None
         if code == 0 and not trained and options is not None and options.plan and options.mode != "plan_only":
             say("hfopt: no Trainer was trained, so nothing was planned or protected; a loop of one's own is left alone")
         if verdict is None or verdict.hopeless or verdict.output_dir is None:
@@ -98,71 +93,64 @@ def supervise(
         orders = _orders(verdict, orders)
         say(_announcement(verdict, orders, restart + 1, attempts))
         if replanned is not None:
-            replanned(orders["changes"], verdict.reason)
+            replanned(orders.changes, verdict.reason)
     raise AssertionError("the loop returns")
 
 
-def _environment(note: Path, orders: Mapping[str, Any] | None, options: RunOptions) -> dict[str, str]:
+def _environment(handoff: Handoff, orders: RestartOrders | None, options: RunOptions) -> dict[str, str]:
     env = dict(os.environ)
     package = Path(hfopt.__file__).parent.parent
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"), str(package))))
-    env[HANDOFF] = str(note)
-    env[VARIABLE] = options.to_json()
+    env[HANDOFF] = str(handoff.path)
+    env[OPTIONS] = options.to_json()
     if orders is not None:
-        env[ORDERS] = json.dumps(orders)
+        env[ORDERS] = orders.to_json()
     return env
 
 
-def _verdict(note: Path, code: int, kills_before: Kills) -> OomVerdict | None:
+def _verdict(handoff: Handoff, code: int, kills_before: Kills) -> OomVerdict | None:
     """None: the failure has nothing to do with memory, as far as anyone can tell."""
-    word = _read(note)
-    if word is not None and word["action"] == "restart":
-        return OomVerdict(reason=word["reason"], output_dir=Path(word["output_dir"]), changes=word["changes"])
-    if word is not None:
-        return OomVerdict(reason=f"{word['reason']}; what would fit: {word['smallest_change']}", hopeless=True)
+    failure = handoff.failure
+    if failure is not None and failure.action == "restart":
+        assert failure.output_dir is not None
+        return OomVerdict(reason=failure.reason, output_dir=Path(failure.output_dir), changes=failure.changes)
+    if failure is not None:
+        return OomVerdict(reason=f"{failure.reason}; what would fit: {failure.smallest_change}", hopeless=True)
     if not killed_for_memory(kills_before, oom_kills(), code):
         return None
-    alive = _read(note.with_name(f"{note.name}.alive"))
-    if alive is None:
+    start = handoff.start
+    if start is None:
         return OomVerdict(reason="the kernel's OOM killer ended it before training began: the machine's memory is too small", hopeless=True)
-    return _after_kill(alive)
+    return _after_kill(start)
 
 
-def _after_kill(alive: Mapping[str, Any]) -> OomVerdict:
+def _after_kill(start: RunStart) -> OomVerdict:
     """The machine's memory ran out: workers that load data hold most of it, after them the batch."""
     reason = "the kernel's OOM killer ended it: the machine's memory ran out"
-    folder = Path(alive["output_dir"])
-    workers, batch = alive["dataloader_num_workers"], alive["per_device_train_batch_size"]
+    folder = Path(start.output_dir)
+    workers, batch = start.dataloader_num_workers, start.per_device_train_batch_size
     if workers > 0:
         return OomVerdict(reason=reason, output_dir=folder, changes={"dataloader_num_workers": workers // 2})
     if batch > 1:
         smaller = max(size for size in range(1, batch // 2 + 1) if batch % size == 0)
-        accumulation = alive["gradient_accumulation_steps"] * batch // smaller
+        accumulation = start.gradient_accumulation_steps * batch // smaller
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": accumulation}
         return OomVerdict(reason=reason, output_dir=folder, changes=changes)
     return OomVerdict(reason=f"{reason}, with one sample at a time and no worker processes", hopeless=True)
 
 
-def _orders(verdict: OomVerdict, earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+def _orders(verdict: OomVerdict, earlier: RestartOrders | None) -> RestartOrders:
     assert verdict.output_dir is not None
     checkpoint = last_checkpoint(verdict.output_dir)
-    kept = earlier["changes"] if earlier is not None and earlier["output_dir"] == str(verdict.output_dir) else {}
-    return {
-        "output_dir": str(verdict.output_dir),
-        "checkpoint": str(checkpoint) if checkpoint is not None else None,
-        "changes": {**kept, **verdict.changes},
-    }
+    kept = earlier.changes if earlier is not None and earlier.output_dir == str(verdict.output_dir) else {}
+    return RestartOrders(
+        output_dir=str(verdict.output_dir),
+        checkpoint=str(checkpoint) if checkpoint is not None else None,
+        changes={**kept, **verdict.changes},
+    )
 
 
-def _announcement(verdict: OomVerdict, orders: Mapping[str, Any], restart: int, attempts: int) -> str:
-    where = f"resuming from {orders['checkpoint']}" if orders["checkpoint"] else "from the start, for there is no checkpoint yet"
-    settings = ", ".join(f"{key} {value}" for key, value in orders["changes"].items())
+def _announcement(verdict: OomVerdict, orders: RestartOrders, restart: int, attempts: int) -> str:
+    where = f"resuming from {orders.checkpoint}" if orders.checkpoint else "from the start, for there is no checkpoint yet"
+    settings = ", ".join(f"{key} {value}" for key, value in orders.changes.items())
     return f"hfopt: {verdict.reason}. Restart {restart} of at most {attempts}, {where}, with {settings}"
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        facts: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    return facts

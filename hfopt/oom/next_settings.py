@@ -9,15 +9,16 @@ from typing import Any
 
 from hfopt.oom import device_memory, record
 from hfopt.oom.step_down import Refusal, Situation, next_step
-from hfopt.schema import Candidate, Checkpointing, MemoryModel, OomSeen, Precision, ReplanStep
+from hfopt.schema import Candidate, Checkpointing, MemoryModel, NextSettings, OomSeen, Precision, ReplanStep, RunFailure
 
 
 class Fit:
     def __init__(self, trainer: Any, *, memory: MemoryModel | None, log: record.Sink | None, settings: record.Settings | None) -> None:
         self._trainer = trainer
-        self._memory = memory
+        self.memory = memory
         self._log = log
         self._settings = settings
+        self.supervisor: record.Supervisor | None = None
         self._smallest: int | None = None
 
     @property
@@ -46,7 +47,7 @@ class Fit:
             Situation(
                 failed=self.candidate(seen.micro_batch),
                 seen=seen,
-                memory=self._memory,
+                memory=self.memory,
                 cleared=cleared,
                 can_checkpoint=self._can_checkpoint(),
                 refusal=refusal,
@@ -79,18 +80,23 @@ class Fit:
         record.tell(record.sentence(seen, step, self.effective_batch, note))
         self.log(record.entry(seen, step, self.effective_batch))
         if step.candidate is None:
-            record.hand_off({"action": step.action, "reason": step.reason, "smallest_change": step.smallest_change})
+            self._end(RunFailure(action="give_up", reason=step.reason, smallest_change=step.smallest_change))
             return
         changes = self._changes(step.candidate)
         why = f"after running out of memory at step {seen.step} ({seen.phase}); the effective batch is still {self.effective_batch}"
         folder = Path(self._trainer.args.output_dir)
         try:
             (self._settings or functools.partial(record.write_settings, folder))(changes, why)
-            record.leave_settings(changes, why)
+            if self.supervisor is not None:
+                self.supervisor.goes_on_with(NextSettings(changes=changes, why=why))
         except OSError as error:  # a full disk must not end the training
             record.tell(f"hfopt: the new settings could not be written: {error}")
         if step.action == "restart":
-            record.hand_off({"action": step.action, "reason": step.reason, "output_dir": str(folder.resolve()), "changes": changes})
+            self._end(RunFailure(action="restart", reason=step.reason, output_dir=str(folder.resolve()), changes=changes))
+
+    def _end(self, failure: RunFailure) -> None:
+        if self.supervisor is not None:
+            self.supervisor.failed(failure)
 
     def log(self, entry: Mapping[str, Any]) -> None:
         """To the given sink, else to the monitor among the Trainer's callbacks."""

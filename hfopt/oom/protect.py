@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from hfopt.oom.loss_weights import structural_refusal
 from hfopt.oom.micro_batch import Pieces
 from hfopt.oom.next_settings import Fit
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
-from hfopt.oom.record import Settings, Sink
+from hfopt.oom.record import Settings, Sink, Supervisor
 from hfopt.oom.replay import AccumulationWindow
 from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import MemoryModel, OomSeen, ReplanStep
@@ -68,6 +68,14 @@ class Guard:
     def settings_changed(self) -> None:
         """The Trainer was given another batch size after it was made."""
         self._pace = replace(self._pace, full=self.trainer.args.train_batch_size)
+
+    def use_memory(self, memory: MemoryModel | None) -> None:
+        """Sizes are chosen by this curve from now on."""
+        self.fit.memory = memory
+
+    def supervised_by(self, supervisor: Supervisor) -> None:
+        """What this process cannot survive, and settings that went through, are told to somebody who can start it again."""
+        self.fit.supervisor = supervisor
 
     # ------------------------------------------------------------------------------------------ the two wrapped methods
 
@@ -251,6 +259,13 @@ def _length(inputs: Any) -> int | None:
     return int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None
 
 
+class Planned(Protocol):
+    """What is needed of a plan: `hfopt.planner.Plan` has it."""
+
+    @property
+    def memory(self) -> MemoryModel | None: ...
+
+
 AnyTrainer = TypeVar("AnyTrainer")
 _MARK = "_hfopt_guard"
 _OF_A_TRAINER = ("args", "model", "train", "get_batch_samples", "training_step", "prediction_step")
@@ -259,6 +274,7 @@ _OF_A_TRAINER = ("args", "model", "train", "get_batch_samples", "training_step",
 def protect(
     trainer: AnyTrainer,
     *,
+    plan: Planned | None = None,
     memory: MemoryModel | None = None,
     log: record.Sink | None = None,
     settings: record.Settings | None = None,
@@ -267,15 +283,21 @@ def protect(
 ) -> AnyTrainer:
     """Makes a Trainer (or any subclass of it) survive running out of memory; returns the same object.
 
-    `memory` is a plan's memory model, by which the next size is chosen. `log` takes an entry for each fallback, `settings` the settings
-    to start from next time (by default `config_replanned.yaml` in the output folder). A smaller size is kept once memory ran out in
-    `settle_after` of the last 20 steps; after `grow_after` steps without trouble the next larger one is tried.
+    `plan` is what `hfopt.plan(trainer)` returned: the next size is chosen by its memory curve, or by `memory`, any other model. `log`
+    takes an entry for each fallback, `settings` the settings to start from next time (by default `config_replanned.yaml` in the output
+    folder). A smaller size is kept once memory ran out in `settle_after` of the last 20 steps; after `grow_after` steps without trouble
+    the next larger one is tried.
     """
     if not all(hasattr(trainer, name) for name in _OF_A_TRAINER):
         raise HfoptError(
             f"protect takes a Trainer, not a {type(trainer).__name__}", hint="make the Trainer first: protect(Trainer(model=…, args=…))"
         )
-    if guard_of(trainer) is not None:
+    if plan is not None and memory is None:
+        memory = plan.memory
+    known = guard_of(trainer)
+    if known is not None:
+        if memory is not None:
+            known.use_memory(memory)
         return trainer
     wrapped: Any = trainer
     guard = Guard(wrapped, memory=memory, log=log, settings=settings, settle_after=settle_after, grow_after=grow_after)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hfopt.schema import OomSeen, ReplanStep
+from hfopt.files import write_whole
+from hfopt.schema import NextSettings, OomSeen, ReplanStep, RunFailure
 from hfopt.units import format_bytes
 
 Sink = Callable[[Mapping[str, Any]], None]
@@ -18,8 +18,15 @@ Sink = Callable[[Mapping[str, Any]], None]
 Settings = Callable[[Mapping[str, Any], str], None]
 """Takes the settings to start from next time, and why; the CLI puts them into the user's own YAML."""
 
-HANDOFF = "HFOPT_HANDOFF"
-"""The file, named by the supervisor in the environment, in which a process says what it died of and how to go on."""
+
+class Supervisor(Protocol):
+    """Who starts the run again when a process of it cannot go on."""
+
+    def goes_on_with(self, settings: NextSettings) -> None: ...
+
+    def failed(self, failure: RunFailure) -> None: ...
+
+
 REPLANNED = "config_replanned.yaml"
 
 _DID: dict[str, str] = {
@@ -57,36 +64,4 @@ def write_settings(folder: Path, changes: Mapping[str, Any], why: str) -> None:
     """The settings that went through, as a small YAML beside the run's own output."""
     lines = [f"# {why}", *(f"{key}: {json.dumps(value)}" for key, value in changes.items())]
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{REPLANNED}.{os.getpid()}"
-    temporary.write_text("\n".join(lines) + "\n")
-    temporary.replace(folder / REPLANNED)
-
-
-def leave_settings(changes: Mapping[str, Any], why: str) -> None:
-    """The same for the supervisor, which keeps them beside the user's own YAML."""
-    target = os.environ.get(HANDOFF)
-    if target is not None:
-        _write_json(Path(f"{target}.settings"), {"changes": dict(changes), "why": why})
-
-
-def hand_off(facts: Mapping[str, Any]) -> bool:
-    """Leaves word for the supervisor, when there is one. True when it was left."""
-    target = os.environ.get(HANDOFF)
-    if target is None:
-        return False
-    _write_json(Path(target), facts)
-    return True
-
-
-def say_alive(args: Any) -> None:
-    """At the start of training: what the supervisor needs when the process is killed and can say nothing."""
-    target = os.environ.get(HANDOFF)
-    if target is not None:
-        settings = ("output_dir", "per_device_train_batch_size", "gradient_accumulation_steps", "dataloader_num_workers")
-        _write_json(Path(f"{target}.alive"), {name: getattr(args, name) for name in settings})
-
-
-def _write_json(target: Path, facts: Mapping[str, Any]) -> None:
-    temporary = target.with_name(f"{target.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(facts))
-    temporary.replace(target)
+    write_whole(folder / REPLANNED, "\n".join(lines) + "\n")

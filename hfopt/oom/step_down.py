@@ -90,7 +90,8 @@ def next_size(failed: Candidate, seen: OomSeen, memory: MemoryModel | None = Non
         return 1, f"{size} did not fit in {format_bytes(seen.capacity_bytes)} and the curve leaves room for one sample at most"
     best = max(fits)
     needed = format_bytes(_corrected_bytes(failed, best, seen, memory))
-    return best, f"{size} did not fit in {format_bytes(seen.capacity_bytes)}; {best} should need {needed}"
+    source = " by the plan's memory curve" if _curve(failed, best, memory) is not None else ""
+    return best, f"{size} did not fit in {format_bytes(seen.capacity_bytes)}; {best} should need {needed}{source}"
 
 
 def resized(candidate: Candidate, size: int) -> Candidate:
@@ -111,15 +112,25 @@ def _corrected_bytes(failed: Candidate, size: int, seen: OomSeen, memory: Memory
     seen_bytes = _needed_bytes(seen)
     assert seen_bytes is not None and seen.capacity_bytes is not None
     needed = max(seen_bytes, seen.capacity_bytes + 1)
-    if memory is None:
+    curve = _curve(failed, size, memory)
+    if curve is None:
         fixed = min(seen.baseline_bytes or 0, needed)
         return round(fixed + (needed - fixed) * size / failed.per_device_batch)
-    at_failed = memory(failed).device_bytes
-    at_one = memory(resized(failed, 1)).device_bytes
+    at_one, at_size, at_failed = curve
     slope = (at_failed - at_one) / (failed.per_device_batch - 1)
     fixed = round(at_one - slope)
     stretch = max(1.0, (needed - fixed) / max(at_failed - fixed, 1))
-    return round(fixed + (memory(resized(failed, size)).device_bytes - fixed) * stretch)
+    return round(fixed + (at_size - fixed) * stretch)
+
+
+def _curve(failed: Candidate, size: int, memory: MemoryModel | None) -> tuple[int, ...] | None:
+    """The model's bytes for one sample, for `size` and for the size that failed; None where it does not know one of them.
+
+    Reserved bytes: the capacity that was seen is the allocator's own, without the context.
+    """
+    peaks = [memory(resized(failed, batch)) for batch in (1, size, failed.per_device_batch)] if memory is not None else [None]
+    found = tuple(peak.reserved_bytes for peak in peaks if peak is not None)
+    return found if len(found) == len(peaks) else None
 
 
 def _with_checkpointing(candidate: Candidate) -> Candidate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import Outcome, Setting, changes
@@ -22,7 +23,21 @@ from hfopt.planner.result import Plan
 from hfopt.planner.space import Precisions, Space
 from hfopt.planner.target import TargetDevice
 from hfopt.planner.trials import Confirmed
-from hfopt.schema import Advice, Candidate, Change, Chosen, LoaderPlan, MemoryPeak, Neutrality, PlanCharts, PlanFacts, Priced, StepTime
+from hfopt.schema import (
+    Advice,
+    Candidate,
+    Change,
+    Checkpointing,
+    Chosen,
+    LoaderPlan,
+    MemoryPeak,
+    Neutrality,
+    PlanCharts,
+    PlanFacts,
+    PlannedMemory,
+    Priced,
+    StepTime,
+)
 from hfopt.units import format_bytes, format_percent, format_rate
 
 IDLE = 0.85  # below this utilization the effective batch is looked at
@@ -133,7 +148,19 @@ def concluded(course: PlanningOutcome) -> Plan:
         loaded=subject.loaded,
         charts=charts(pricing, course.space, winner, device.gpu) if course.request.charts else PlanCharts(),
         trial_runs=result.verdict.runs,
+        curve=partial(memory_of_pieces, pricing, winner),
     )
+
+
+def memory_of_pieces(pricing: Pricing, winner: Candidate) -> PlannedMemory:
+    """Of every divisor of the winner's batch at the same effective batch, with checkpointing too: what is traced already, no new trace."""
+    pair = winner.per_device_batch * winner.accumulation
+    sizes = [size for size in range(1, winner.per_device_batch + 1) if winner.per_device_batch % size == 0]
+    ways = dict.fromkeys((winner.checkpointing, Checkpointing(every_n_layers=1)))
+    pieces = [replace(winner, per_device_batch=size, accumulation=pair // size, checkpointing=way) for way in ways for size in sizes]
+    known = [candidate for candidate in pieces if pricing.known(candidate)]
+    peaks = (replace(peak, breakdown=None, moment=None) for peak in pricing.nearest_memories(known))
+    return PlannedMemory(peaks=tuple(zip(known, peaks, strict=True)))
 
 
 def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen, Chosen]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hfopt.config.read_job import Loaded
 from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
-from hfopt.schema import Candidate, Change, Chosen, PlanCharts, PlanFacts, Priced
+from hfopt.schema import Candidate, Change, Chosen, PlanCharts, PlanFacts, PlannedMemory, Priced
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -21,6 +23,7 @@ class Plan:
     charts: PlanCharts = field(default_factory=PlanCharts)
     seconds: dict[str, float] = field(default_factory=dict)  # where the time of planning went
     trial_runs: int = 0  # dry runs it took
+    curve: Callable[[], PlannedMemory] | None = field(default=None, repr=False, compare=False)  # makes `memory`, when it is asked for
 
     def __repr__(self) -> str:
         """One line: a plan holds its config, its curves and its trials, which nobody reads in a debugger."""
@@ -40,6 +43,11 @@ class Plan:
     @property
     def alternatives(self) -> tuple[Priced, ...]:
         return self.facts.alternatives
+
+    @cached_property
+    def memory(self) -> PlannedMemory | None:
+        """The memory curve by which a fallback chooses smaller pieces: `hfopt.protect(trainer, plan=plan)`."""
+        return self.curve() if self.curve is not None else None
 
     def apply(self, args: Any) -> Any:
         """A copy of a TrainingArguments with the planned values; the one given stays as it is."""

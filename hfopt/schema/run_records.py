@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from hfopt.schema.candidate import Candidate
 from hfopt.schema.job import Change
-from hfopt.schema.step_cost import MemoryPeak, StepTime
+from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -223,6 +223,79 @@ class ReplanStep:
     smallest_change: str | None = None
 
 
-MemoryModel = Callable[[Candidate], MemoryPeak]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextSettings:
+    """The settings to start from next time, after smaller pieces were needed, and why."""
+
+    changes: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFailure:
+    """Why a process that ran out of memory ends: to be started again with these changes, or for good."""
+
+    action: Literal["restart", "give_up"]
+    reason: str
+    output_dir: str | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    smallest_change: str | None = None
+
+
+MemoryModel = Callable[[Candidate], MemoryPeak | None]
+"""What a candidate takes; None where the model does not know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedMemory:
+    """A plan's memory curve as far as a fallback needs it: a `MemoryModel` made of values, which goes to other ranks and into a file.
+
+    It knows the divisors of the planned micro-batch at the same effective batch, without and with checkpointing where that was traced.
+    """
+
+    peaks: tuple[tuple[Candidate, MemoryPeak], ...]
+
+    def __call__(self, candidate: Candidate) -> MemoryPeak | None:
+        return next((peak for known, peak in self.peaks if _takes_as_much(known, candidate)), None)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "per_device_batch": known.per_device_batch,
+                "accumulation": known.accumulation,
+                "precision": known.precision,
+                "checkpointing_every_n_layers": known.checkpointing.every_n_layers,
+                "allocated_bytes": peak.allocated_bytes,
+                "reserved_bytes": peak.reserved_bytes,
+                "context_bytes": peak.context_bytes,
+            }
+            for known, peak in self.peaks
+        ]
+
+    @classmethod
+    def from_json(cls, rows: Sequence[Mapping[str, Any]]) -> PlannedMemory:
+        return cls(peaks=tuple((_candidate_of(row), _peak_of(row)) for row in rows))
+
+
+def _takes_as_much(known: Candidate, candidate: Candidate) -> bool:
+    """tf32 allocates what fp32 does; which layers are checkpointed cannot be told from a running model."""
+    alike = {known.precision, candidate.precision} <= {"fp32", "tf32"} or known.precision == candidate.precision
+    return alike and known.per_device_batch == candidate.per_device_batch and known.checkpointing.on == candidate.checkpointing.on
+
+
+def _candidate_of(row: Mapping[str, Any]) -> Candidate:
+    return Candidate(
+        per_device_batch=row["per_device_batch"],
+        accumulation=row["accumulation"],
+        precision=row["precision"],
+        checkpointing=Checkpointing(every_n_layers=row["checkpointing_every_n_layers"]),
+    )
+
+
+def _peak_of(row: Mapping[str, Any]) -> MemoryPeak:
+    sizes = {name: row[name] for name in ("allocated_bytes", "reserved_bytes", "context_bytes")}
+    return MemoryPeak(batch=row["per_device_batch"], **sizes)
+
+
 TimeModel = Callable[[Candidate], StepTime]
 Batches = Sequence[int]

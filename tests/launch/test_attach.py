@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hfopt.launch import attach as preparing
 from hfopt.launch.apply_plan import apply_changes
 from hfopt.launch.attach import effective_config
-from hfopt.launch.trainer_hooks import ORDERS
+from hfopt.launch.handoff import ORDERS
 from hfopt.schema import Change
 
 pytestmark = pytest.mark.usefixtures("desk")

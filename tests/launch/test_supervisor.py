@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from hfopt import process
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
 from hfopt.launch import supervisor
+from hfopt.launch.handoff import Handoff
 from hfopt.launch.supervisor import last_checkpoint
+from hfopt.process import foreground
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 ROOT = Path(__file__).parents[2]
@@ -184,7 +185,7 @@ def test_who_was_killed_for_memory(own: Any, system: Any, code: int, killed: boo
 def test_a_process_killed_by_the_kernel_is_restarted_with_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, batch: int, changes: dict[str, int]
 ) -> None:
-    note = tmp_path / "handoff.json"
+    note = Handoff(path=tmp_path / "handoff.json")
     settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers}
     (tmp_path / "handoff.json.alive").write_text(json.dumps({"output_dir": str(tmp_path / "out"), **settings}))
     monkeypatch.setattr(supervisor, "oom_kills", lambda: Kills(own=5, system=5))
@@ -220,7 +221,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
 
 
 def test_what_is_ended_after_the_time_of_grace_has_not_succeeded() -> None:
-    child = process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    child = foreground.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
 
 
@@ -231,8 +232,8 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
         os.kill(os.getpid(), signal.SIGTERM)  # handled before the next line, when nobody is there to pass it on to
         return start(*args, **options)
 
-    monkeypatch.setattr(process.subprocess, "Popen", interrupted)
-    child = process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    monkeypatch.setattr(foreground.subprocess, "Popen", interrupted)
+    child = foreground.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: False, grace_s=1.0) == 128 + signal.SIGTERM
     assert child.asked_to_end
 
@@ -240,10 +241,10 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
 @pytest.mark.parametrize(("number", "reaches"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_at_a_terminal_its_own_keys_are_not_sent_twice(number: signal.Signals, reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    child = process.Child(["true"], {})
+    child = foreground.Child(["true"], {})
     child._shares_terminal = True
     running: Any = SimpleNamespace(pid=4321, poll=lambda: None)
-    monkeypatch.setattr(process.os, "kill", lambda *words: sent.append(words))
+    monkeypatch.setattr(foreground.os, "kill", lambda *words: sent.append(words))
     child._pass_on(running, number)
     assert sent == ([(4321, number)] if reaches else [])
 
@@ -260,5 +261,5 @@ def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyP
     ended: Any = SimpleNamespace(terminate=lambda: gone("terminate"), kill=lambda: gone("kill"))
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended, ended])
     monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
-    process.end_descendants(0.0)
+    foreground.end_descendants(0.0)
     assert asked == ["terminate", "terminate", "kill", "kill"], "one that is gone does not spare the next"

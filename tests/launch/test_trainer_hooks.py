@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import Trainer, TrainerState
 
+from hfopt.compat import versions
+from hfopt.compat.transformers_patches import checkpoint_batch
 from hfopt.launch import trainer_hooks
+from hfopt.launch.handoff import ORDERS, RestartOrders
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def restarted(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(**run: Any) -> Any:
         folder = run.get("output_dir", str(lab.folder / "out"))
         changes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
-        monkeypatch.setenv(trainer_hooks.ORDERS, json.dumps({"output_dir": folder, "checkpoint": None, "changes": changes}))
+        monkeypatch.setenv(ORDERS, json.dumps({"output_dir": folder, "checkpoint": None, "changes": changes}))
         return lab.trainer(kind=Own, **run)
 
     trainer_hooks.install(Own)
@@ -50,16 +52,14 @@ def test_the_same_is_learned_with_the_new_pair(lab: Any, restarted: Any, task: s
 
 def test_orders_are_for_the_run_that_failed_only(restarted: Any, lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarted(task="causal")
-    monkeypatch.setenv(
-        trainer_hooks.ORDERS, json.dumps({"output_dir": str(tmp_path / "another"), "checkpoint": "x", "changes": {"seed": 1}})
-    )
-    assert trainer_hooks.orders_for(str(lab.folder / "out")) is None
-    assert trainer_hooks.orders_for(str(tmp_path / "another")) is not None
+    monkeypatch.setenv(ORDERS, json.dumps({"output_dir": str(tmp_path / "another"), "checkpoint": "x", "changes": {"seed": 1}}))
+    assert RestartOrders.here(str(lab.folder / "out")) is None
+    assert RestartOrders.here(str(tmp_path / "another")) is not None
 
 
 def test_a_run_that_was_not_restarted_keeps_every_scale(lab: Any, restarted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = restarted(task="sequence")
-    monkeypatch.delenv(trainer_hooks.ORDERS)
+    monkeypatch.delenv(ORDERS)
     plain = type(trainer)(model=trainer.model, args=lab.trainer(task="sequence").args, train_dataset=trainer.train_dataset)
     plain.train()
     guard = vars(plain)["_hfopt_guard"]
@@ -74,7 +74,7 @@ def test_before_5_2_the_checkpoints_batch_is_read_as_the_new_one(
     """There the size that a checkpoint states would win over the one asked for."""
     saved = tmp_path / "trainer_state.json"
     TrainerState(train_batch_size=8).save_to_json(str(saved))
-    monkeypatch.setattr(transformers, "__version__", version)
-    reading = trainer_hooks._reading_back(4)
-    assert reading(lambda: TrainerState.load_from_json(str(saved))).train_batch_size == batch
+    monkeypatch.setattr(versions, "package_version", lambda name: version)
+    with checkpoint_batch(4):
+        assert TrainerState.load_from_json(str(saved)).train_batch_size == batch
     assert TrainerState.load_from_json(str(saved)).train_batch_size == 8

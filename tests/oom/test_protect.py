@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -16,8 +15,17 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding, Trainer, default_data_collator
 
 import hfopt
+from hfopt.launch.handoff import Handoff
 from hfopt.monitor import history, log, run_text
-from hfopt.oom.protect import refusal
+from hfopt.oom.protect import guard_of, refusal
+
+
+def supervised(trainer: Any, folder: Path) -> Handoff:
+    """As `hfopt run` does when it trains."""
+    handoff, guard = Handoff(path=folder / "handoff.json"), guard_of(trainer)
+    assert guard is not None
+    guard.supervised_by(handoff)
+    return handoff
 
 
 def disturbed(lab: Any, too_small: Any, layer_of: Any, at: dict[tuple[int, int], tuple[str, int]], **run: Any) -> tuple[Any, Any]:
@@ -189,24 +197,23 @@ def _writes_inputs(trainer: Any) -> None:
     ],
 )
 def test_what_cannot_be_cut_is_named_and_the_users_error_comes_out(
-    lab: Any, too_small: Any, layer_of: Any, spoil: Any, name: str, tmp_path: Any, monkeypatch: Any
+    lab: Any, too_small: Any, layer_of: Any, spoil: Any, name: str, tmp_path: Any
 ) -> None:
-    monkeypatch.setenv("HFOPT_HANDOFF", str(tmp_path / "handoff.json"))
     trainer = lab.trainer("causal")
     trainer.model.supports_gradient_checkpointing = False
     spoil(trainer)
-    hfopt.protect(trainer)
+    handoff = supervised(hfopt.protect(trainer), tmp_path)
     memory = too_small(at={(1, 1): ("forward", 4)})
     memory.watch(trainer, layer_of(trainer.model))
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         trainer.train()
     assert refusal(trainer).name == name
     assert len(memory.seen) == 1, "not tried again"
-    handed = json.loads((tmp_path / "handoff.json").read_text())
+    assert handoff.failure is not None
     if refusal(trainer).batch_bound:
-        assert handed["action"] == "give_up"
+        assert handoff.failure.action == "give_up"
     else:
-        assert handed["changes"] == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+        assert handoff.failure.changes == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
 
 
 # ---------------------------------------------------------------------------------------------- what is not ours to hold
@@ -240,9 +247,9 @@ def test_nothing_fits_ends_with_the_smallest_change(lab: Any, too_small: Any, la
     assert "shorter samples" in said
 
 
-def test_an_oom_in_the_optimizer_is_never_retried(lab: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HFOPT_HANDOFF", str(tmp_path / "handoff.json"))
+def test_an_oom_in_the_optimizer_is_never_retried(lab: Any, tmp_path: Any) -> None:
     trainer = hfopt.protect(lab.trainer("causal"))
+    handoff = supervised(trainer, tmp_path)
     calls = []
 
     class Failing(torch.optim.SGD):
@@ -253,10 +260,10 @@ def test_an_oom_in_the_optimizer_is_never_retried(lab: Any, tmp_path: Any, monke
     trainer.optimizer = Failing(trainer.model.parameters(), lr=0.1)
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    handed = json.loads((tmp_path / "handoff.json").read_text())
+    failure = handoff.failure
     assert len(calls) == 1
-    assert handed["action"] == "restart"
-    assert handed["changes"]["per_device_train_batch_size"] * handed["changes"]["gradient_accumulation_steps"] == 16
+    assert failure is not None and failure.action == "restart"
+    assert failure.changes["per_device_train_batch_size"] * failure.changes["gradient_accumulation_steps"] == 16
 
 
 def test_the_failed_steps_tensors_are_gone_before_the_step_runs_again(lab: Any, layer_of: Any) -> None:

@@ -19,8 +19,7 @@ import torch
 import transformers
 import yaml
 
-from hfopt.cli.run import PREPARE
-from hfopt.launch.handoff import VARIABLE, RunOptions
+from hfopt.launch.handoff import OPTIONS, RunOptions
 from hfopt.launch.trainer_hooks import install
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -43,7 +42,7 @@ def attached(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractContextMa
     def attach(**options: Any) -> Iterator[None]:
         kind = transformers.Trainer
         with monkeypatch.context() as patch:
-            patch.setenv(VARIABLE, RunOptions(prepare=PREPARE, **options).to_json())
+            patch.setenv(OPTIONS, RunOptions(**{"plan": True, **options}).to_json())
             patch.setattr(kind, "__init__", kind.__init__)
             patch.setattr(kind, "train", kind.train)
             install(kind)
