@@ -15,6 +15,7 @@ from hfopt.cli.options import (
     Like,
     Model,
     ModelFrom,
+    NumGpus,
     Section,
     TrustRemoteCode,
     Vram,
@@ -38,6 +39,10 @@ def estimate(
         typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="A card by name (3090, a100-80gb); else the one here."),
     ] = None,
     vram: Vram = None,
+    num_gpus: NumGpus = None,
+    engine: Annotated[
+        str | None, typer.Option("--engine", help="Of several devices: ddp, fsdp2, zero2, zero3, …; else the config's, or DDP.")
+    ] = None,
     model: Model = None,
     like: Like = None,
     model_from: ModelFrom = None,
@@ -60,19 +65,22 @@ def estimate(
       hfopt estimate train.yaml --gpu 4090                       does it fit, and what is the largest batch
       hfopt estimate train.yaml --vram 12 --batch-sizes 1,2,4,8  any card of 12 GiB
       hfopt estimate gpt2 --seq-len 1024 --precision bf16        a model alone, no config
+      hfopt estimate train.yaml --gpu h100-sxm --num-gpus 8 --engine fsdp2  one of eight cards that share the model
       hfopt estimate train.yaml --gpu t4 --json                  for a program
     """
     sizes = sorted(set(numbers("--batch-sizes", batch_sizes, least="a batch has at least one sample")))
     asked_precision, asked_task = precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
         from hfopt.compat import quietly
-        from hfopt.planner.memory_table import memory_table, read_subject
+        from hfopt.planner.memory_table import memory_table, read_subject, with_engine
         from hfopt.planner.request import Request
 
         request = Request(
             own_process=True,
             gpu=gpu,
             vram_gib=vram,
+            num_gpus=num_gpus,
+            engine=engine,
             model=model,
             like=like,
             model_from=model_from,
@@ -83,7 +91,8 @@ def estimate(
             trust_remote_code=trust_remote_code,
         )
         with quietly():
-            table = memory_table(read_subject(config, request), precision=asked_precision, batch_sizes=sizes, progress=status.update)
+            subject = with_engine(read_subject(config, request), request)
+            table = memory_table(subject, request, precision=asked_precision, batch_sizes=sizes, progress=status.update)
     if as_json:
         sys.stdout.write(json.dumps(_as_data(table), indent=2) + "\n")
     else:
@@ -103,6 +112,8 @@ def _as_data(table: MemoryTable) -> dict[str, Any]:
         "available_bytes": table.available_bytes,
         "precision": table.settings.precision,
         "optim": table.settings.optim,
+        "devices": table.settings.sharding.world_size if table.settings.sharding else 1,
+        "engine": table.settings.sharding.engine if table.settings.sharding else None,
         "largest_batch": table.largest_batch,
         "largest_batch_with_checkpointing": table.largest.get(True),
         "rows": [_row_data(row) for row in table.rows],

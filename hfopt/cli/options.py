@@ -110,6 +110,8 @@ def numbers(option: str, text: str | None, *, least: str) -> tuple[int, ...]:
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML.")]
 Vram = Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")]
+NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Devices of each machine.")]
+EngineKey = Annotated[str | None, typer.Option("--engine", help="ddp, fsdp2, zero2, zero3 or one with -offload; else the cheapest.")]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, instead of the YAML's model.")]
 Like = Annotated[
     str | None,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.transformers_patches import default_optim
+from hfopt.compat.versions import release
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import installed
 from hfopt.schema import Checkpointing, Precision, Sharding, StepSettings, ZeroSizes
@@ -63,7 +64,7 @@ def full_checkpointing(args: Mapping[str, Any]) -> Checkpointing:
     """Checkpointing as this config would have it if it were on."""
     kwargs = args.get("gradient_checkpointing_kwargs")
     kwargs = kwargs if isinstance(kwargs, Mapping) else {}
-    before_5 = int(installed().version.split(".")[0]) < 5
+    before_5 = release(installed().version) < (5, 0)
     every = kwargs.get("every_n_layers", 1)
     return Checkpointing(
         every_n_layers=every if isinstance(every, int) and every >= 1 else 1, use_reentrant=kwargs.get("use_reentrant", before_5) is True

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.transformers_patches import default_optim
-from hfopt.compat.versions import source_folder
+from hfopt.compat.versions import release, source_folder
 from hfopt.config.settings import checkpointing_of, precision_of
 from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
@@ -184,7 +184,7 @@ def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing
 
 def _graded(job: TrainJob) -> bool:
     """every_n_layers is known to transformers from 5.22 on."""
-    return tuple(int(part) for part in installed().version.split(".")[:2]) >= (5, 22)
+    return release(installed().version) >= (5, 22)
 
 
 KEY = "per_device_eval_batch_size"

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.versions import release
 from hfopt.config.settings import uses_fsdp
 from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
@@ -111,7 +112,7 @@ def engine_args(engine: Engine, job: TrainJob, wrap: tuple[str, ...], *, adapter
 
 
 def _fsdp(engine: Engine, wrap: tuple[str, ...]) -> dict[str, Any]:
-    if int(installed().version.split(".")[0]) < 5:  # FSDP1 there; its shards are FSDP2's
+    if release(installed().version) < (5, 0):  # FSDP1 there; its shards are FSDP2's
         words = ("full_shard" if engine.reshard else "shard_grad_op") + (" offload" if engine.offloads else "") + " auto_wrap"
         return {"fsdp": words, "fsdp_config": {"transformer_layer_cls_to_wrap": list(wrap), "use_orig_params": True}}
     config: dict[str, Any] = {"version": 2, "reshard_after_forward": engine.reshard, "transformer_layer_cls_to_wrap": list(wrap)}
@@ -258,9 +259,7 @@ class _Contest:
         return f"{what} alone take {format_bytes(least_bytes)} on each device, {format_bytes(budget)} may be used"
 
     def _with(self, engine: Engine) -> Subject:
-        job = self.subject.job
-        args = engine_args(engine, job, block_classes(self.subject) if engine.family == "fsdp" else (), adapters=job.model.lora is not None)
-        return replace(self.subject, job=replace(job, args=args))
+        return subject_on(engine, self.subject)
 
     def _communicates(self) -> bool:
         """Is it communication that holds FSDP2 back? Else sending less gains nothing."""
@@ -301,6 +300,13 @@ class _Contest:
         lines = "\n".join(f"    {words}: {why}" for words, why in self.rejected)
         hint = self.last.hint if self.last is not None else None
         return NothingFits(f"nothing fits on {self.subject.job.world_size} devices:\n{lines}", hint=hint)
+
+
+def subject_on(engine: Engine, subject: Subject) -> Subject:
+    """The same job with this engine's keys."""
+    job = subject.job
+    args = engine_args(engine, job, block_classes(subject) if engine.family == "fsdp" else (), adapters=job.model.lora is not None)
+    return replace(subject, job=replace(job, args=args))
 
 
 def _why(engine: Engine, others: bool) -> str:

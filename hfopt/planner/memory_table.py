@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hfopt.config.settings import full_checkpointing, step_settings
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.step_memory import estimate
+from hfopt.config.settings import full_checkpointing
+from hfopt.errors import ConfigError
+from hfopt.planner.choices import current_candidate
+from hfopt.planner.engines import named_engine, subject_on
+from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
-from hfopt.planner.target import allocator_conf
+from hfopt.planner.target import memory_pricing
 from hfopt.schema import (
     BatchShape,
+    Candidate,
     Checkpointing,
     DataSpec,
     Gpu,
@@ -27,6 +30,7 @@ from hfopt.schema import (
 )
 
 _TRAINER_BATCH = 8  # TrainingArguments' default
+_ENGINE_WORDS = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 _MOST_ROWS = 6  # per checkpointing, when no sizes are asked for
 
 
@@ -35,6 +39,7 @@ def read_subject(config: str, request: Request) -> Subject:
     path = Path(config).expanduser()
     if path.suffix.lower() in (".yaml", ".yml") or (path.is_file() and path.suffix != ".json"):
         return from_file(path, request)
+    hardware = hardware_of(request)
     job = TrainJob(
         path=None,
         section=(),
@@ -44,42 +49,58 @@ def read_subject(config: str, request: Request) -> Subject:
         data=DataSpec(),
         per_device_batch=_TRAINER_BATCH,
         accumulation=1,
+        world_size=max(1, len(hardware.gpus)),
     )
     job = asked(job, request)
-    return Subject(job=job, workload=workload_of(job), hardware=hardware_of(request))
+    return Subject(job=job, workload=workload_of(job), hardware=hardware)
+
+
+def with_engine(subject: Subject, request: Request) -> Subject:
+    """The job with the keys of the engine that was asked for; without one it is the config's own, else DDP."""
+    if request.engine is None:
+        return subject
+    engine = named_engine(request.engine)
+    if subject.job.world_size < 2:
+        raise ConfigError(f"--engine {request.engine} is for several devices", hint="say how many with --num-gpus")
+    return subject_on(engine, subject)
 
 
 def memory_table(
-    subject: Subject, *, precision: Precision | None = None, batch_sizes: Sequence[int] = (), progress: Progress = lambda text: None
+    subject: Subject,
+    request: Request,
+    *,
+    precision: Precision | None = None,
+    batch_sizes: Sequence[int] = (),
+    progress: Progress = lambda text: None,
 ) -> MemoryTable:
-    """Traces the step with and without checkpointing and prices the batch sizes."""
+    """Traces the step with and without checkpointing, as `plan` does, and prices the batch sizes."""
     job, workload, gpu = subject.job, subject.workload, subject.hardware.smallest
-    capability, multiprocessors = ((8, 0), None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
-    settings = step_settings(job.args, capability=capability, multiprocessors=multiprocessors)
-    settings = replace(settings, precision=precision or settings.precision, allocator=allocator_conf())
-    notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu)]
-    if settings.allocator:
-        notes.append(f"the allocator as the environment sets it here: {settings.allocator}")
-    ways = [Checkpointing()]
+    pricing = memory_pricing(subject, request, progress)
+    own = current_candidate(subject)
+    own = replace(own, precision=precision or own.precision)
+    ways, notes = [Checkpointing()], []
     if workload.checkpointable:
         ways.append(full_checkpointing(job.args))
-    elif settings.checkpointing.on:
-        settings = replace(settings, checkpointing=Checkpointing())
+    elif own.checkpointing.on:
+        own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
+    settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
+    notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu), *notes]
     rows: list[MemoryRow] = []
     largest: dict[bool, int | None] = {}
     available = None if gpu is None else gpu.available_bytes
     seconds = 0.0
     for way in ways:
-        progress(f"tracing {workload.model_class} {'with' if way.on else 'without'} checkpointing …")
-        result = estimate(workload, replace(settings, checkpointing=way))
+        candidate = replace(own, checkpointing=way)
+        result = pricing.estimate(candidate)
         seconds += result.seconds
         notes += [note for note in result.notes if note not in notes]
         progress("replaying the allocator …")
-        largest[way.on] = result.curve.largest_batch(available, giving_back=True) if available is not None else None
+        room = None if available is None else available - pricing.added_bytes(candidate)
+        largest[way.on] = result.curve.largest_batch(room, giving_back=True) if room is not None else None
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
-            is_asked = size == job.per_device_batch and way == settings.checkpointing
-            rows.append(_row(result.curve, size, way, available, is_asked=is_asked))
+            is_asked = size == job.per_device_batch and way == own.checkpointing
+            rows.append(_row(pricing, replace(candidate, per_device_batch=size), available, is_asked=is_asked))
     return MemoryTable(
         model=workload.name,
         model_class=workload.model_class,
@@ -96,15 +117,16 @@ def memory_table(
     )
 
 
-def _row(curve: MemoryCurve, batch: int, checkpointing: Checkpointing, available: int | None, *, is_asked: bool) -> MemoryRow:
+def _row(pricing: Pricing, candidate: Candidate, available: int | None, *, is_asked: bool) -> MemoryRow:
     """On a card that is nearly full the allocator gives cached blocks back, so what fits is replayed within the card's limit."""
-    peak = curve.peak(batch)
+    peak, way = pricing.memory(candidate), candidate.checkpointing
     if available is None:
-        return MemoryRow(peak=peak, checkpointing=checkpointing, fits=None, spare_bytes=None, asked=is_asked)
-    fits = curve.fits(batch, available, giving_back=True)
+        return MemoryRow(peak=peak, checkpointing=way, fits=None, spare_bytes=None, asked=is_asked)
+    curve, added = pricing.estimate(candidate).curve, pricing.added_bytes(candidate)
+    fits = curve.fits(peak.batch, available - added, giving_back=True)
     if fits and peak.device_bytes > available:
-        peak = _within(peak, curve.replay(batch, capacity_bytes=available - peak.context_bytes).reserved_bytes)
-    return MemoryRow(peak=peak, checkpointing=checkpointing, fits=fits, spare_bytes=available - peak.device_bytes, asked=is_asked)
+        peak = _within(peak, curve.replay(peak.batch, capacity_bytes=available - added - peak.context_bytes).reserved_bytes + added)
+    return MemoryRow(peak=peak, checkpointing=way, fits=fits, spare_bytes=available - peak.device_bytes, asked=is_asked)
 
 
 def _within(peak: MemoryPeak, reserved_bytes: int) -> MemoryPeak:
@@ -125,6 +147,10 @@ def _usual_sizes(configured: int, largest: int | None, *, has_card: bool) -> lis
 
 def _remarks(workload: Workload, settings: StepSettings, gpu: Gpu | None) -> list[str]:
     remarks = []
+    if settings.sharding is not None:
+        remarks.append(f"{settings.sharding.world_size} devices, {_ENGINE_WORDS[settings.sharding.engine]}: the figures are those of one")
+    if settings.allocator:
+        remarks.append(f"the allocator as the environment sets it here: {settings.allocator}")
     if gpu is not None and gpu.capability is not None and not gpu.supports(settings.precision):
         remarks.append(f"{gpu.name} has no {settings.precision}: it needs compute capability 8.0")
     if gpu is not None and gpu.capability is None:

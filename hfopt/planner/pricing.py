@@ -28,7 +28,7 @@ class Pricing:
 
     workload: Workload
     base: StepSettings
-    speed: Speed
+    speed: Speed | None  # None: only memory is asked for
     budget_bytes: int
     ranks: RankTraffic
     capacity_bytes: int | None = None  # of the device, headroom included
@@ -129,7 +129,7 @@ class Pricing:
             curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on, options=known.options)
             capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
             predicted = curve.replay(candidate.per_device_batch, capacity_bytes=capacity).reserved_bytes
-            predicted += self._added_bytes(candidate) - self.offset_bytes
+            predicted += self.added_bytes(candidate) - self.offset_bytes
         return Correction(
             candidate=candidate,
             device=trial.device,
@@ -153,7 +153,7 @@ class Pricing:
         return self._adjusted(curve.peak(candidate.per_device_batch, options), candidate)
 
     def _adjusted(self, peak: MemoryPeak, candidate: Candidate) -> MemoryPeak:
-        added = self._added_bytes(candidate)
+        added = self.added_bytes(candidate)
         if not added:
             return peak
         return replace(
@@ -181,10 +181,10 @@ class Pricing:
         """The same for many batch sizes, quickly and to a few per cent; the candidate's settings must be traced."""
         settings = self._any_accumulation(candidate)
         assert settings is not None, "a curve is drawn only where there is a trace"
-        added = self._added_bytes(candidate)
+        added = self.added_bytes(candidate)
         return tuple(peak.device_bytes + added for peak in self._estimate(settings).curve.peaks(batches))
 
-    def _added_bytes(self, candidate: Candidate) -> int:
+    def added_bytes(self, candidate: Candidate) -> int:
         """What the trace leaves out: the other devices' part, and an adapter's gradients under accumulation."""
         return self.offset_bytes + self._held_bytes(candidate)
 
@@ -269,6 +269,7 @@ class Pricing:
         settings = self._any_accumulation(candidate) or self._worth_tracing(candidate)
         key = (replace(settings, accumulation=1), candidate.precision, candidate.torch_compile)
         if key not in self._timers:
+            assert self.speed is not None, "times are asked for only where the device's speed is known"
             self._timers[key] = StepTimer(
                 self._estimate(settings).ops,
                 self.speed,

@@ -154,8 +154,31 @@ def allocator_conf() -> str | None:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
+def config_step(subject: Subject, world: World) -> StepSettings:
+    """The config's own step on the device that is planned for, as one rank of its world takes it."""
+    gpu = subject.hardware.smallest
+    capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or CPU_CAPABILITY, gpu.sms)
+    base = step_settings(subject.job.args, capability=capability, multiprocessors=multiprocessors)
+    return replace(base, sharding=world.sharding, allocator=allocator_conf() if gpu is not None else None)
+
+
+def memory_pricing(subject: Subject, request: Request, progress: Progress) -> Pricing:
+    """What `plan` knows of memory, for a device whose speed nobody asks for."""
+    gpu, world = subject.hardware.smallest, world_of(subject)
+    free = subject.hardware.host.ram_free_bytes if gpu is None else gpu.available_bytes
+    return Pricing(
+        workload=subject.workload,
+        base=replace(config_step(subject, world), allocator=allocator_conf()),  # without a card too: some CUDA card is meant
+        speed=None,
+        budget_bytes=budget_bytes(free, request.headroom),
+        ranks=world.ranks,
+        estimator=estimate,
+        progress=progress,
+    )
+
+
 def device_of(subject: Subject, request: Request) -> TargetDevice:
-    hardware, args = subject.hardware, subject.job.args
+    hardware = subject.hardware
     gpu = hardware.smallest
     notes = list(hardware.notes)
     if gpu is None:
@@ -168,12 +191,10 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         speed, note = (known, None) if known is not None else _stand_in(gpu)
         notes.extend([note] if note else [])
         free = gpu.available_bytes
-    capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
-    base = step_settings(args, capability=capability, multiprocessors=multiprocessors)
-    if gpu is not None and (conf := allocator_conf()):
-        base = replace(base, allocator=conf)
-        notes.append(f"the allocator as the environment sets it here: {conf}")
     world = world_of(subject)
+    base = config_step(subject, world)
+    if base.allocator:
+        notes.append(f"the allocator as the environment sets it here: {base.allocator}")
     if world.ranks.world_size > 1:
         link, words = link_of(hardware, asked=request.link_rate, nodes=request.nodes)
         speed = replace(speed, link_bytes_per_s=link)
@@ -185,7 +206,7 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         name=gpu.name if gpu is not None else "the CPU",
         speed=speed,
         budget_bytes=budget_bytes(free, request.headroom),
-        base=replace(base, sharding=world.sharding),
+        base=base,
         ranks=world.ranks,
         offset_bytes=0,
         notes=tuple(notes),

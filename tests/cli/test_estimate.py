@@ -204,3 +204,35 @@ def test_the_model_may_stand_in_another_file(run: Run, tmp_path: Path) -> None:
     assert code == 2 and f"--model-from {model}" in err.replace("\n", "")
     code, out, _ = run("estimate", str(train), "--model-from", str(model), *options)
     assert code == 0 and json.loads(out)["model_class"] == "BertForSequenceClassification"
+
+
+def test_estimate_and_plan_take_the_same_step(run: Run, config: str, tmp_path: Path) -> None:
+    """An adapter's gradients through the accumulation are counted in one way by both."""
+    path, told = Path(config), tmp_path / "plan.json"
+    path.write_text(path.read_text().replace("steps: 2", "steps: 8") + "lora:\n  r: 2\n  target_modules: [query, value]\n")
+    code, _, err = run("plan", config, "--gpu", "rtx 3070", "--no-dry-run", "-q", "--json", str(told), "-o", str(tmp_path / "new.yaml"))
+    assert code == 0, err
+    before = json.loads(told.read_text())["before"]
+    (row,) = (row for row in _json(run, config, "--gpu", "rtx 3070", "--batch-sizes", "16")["rows"] if not row["gradient_checkpointing"])
+    assert (row["peak_allocated_bytes"], row["peak_reserved_bytes"], row["device_bytes"]) == (
+        before["peak_allocated_bytes"],
+        before["peak_reserved_bytes"],
+        before["peak_device_bytes"],
+    )
+
+
+def test_several_devices_share_the_model_as_the_engine_does(run: Run, config: str) -> None:
+    asked = (config, "--gpu", "rtx 3070", "--batch-sizes", "16")
+    one, ddp = _json(run, *asked), _json(run, *asked, "--num-gpus", "4")
+    zero = _json(run, *asked, "--num-gpus", "4", "--engine", "zero3")
+    assert [(data["devices"], data["engine"]) for data in (one, ddp, zero)] == [(1, None), (4, "ddp"), (4, "zero3")]
+    states = [data["rows"][0]["breakdown"]["optimizer_bytes"] for data in (one, ddp, zero)]
+    assert states[2] < states[0] / 2 and states[0] == states[1]
+    assert any("4 devices, ZeRO-3" in note for note in zero["notes"])
+
+
+def test_an_engine_is_for_several_devices(run: Run, config: str) -> None:
+    code, _, err = run("estimate", config, "--gpu", "rtx 3070", "--engine", "fsdp2")
+    assert code != 0 and "--num-gpus" in err
+    code, _, err = run("estimate", config, "--gpu", "rtx 3070", "--num-gpus", "2", "--engine", "zero9")
+    assert code != 0 and "zero9 is not known" in err
