@@ -46,6 +46,7 @@ TRAINER_TIER = (
     "planner/test_live",
     "planner/test_start",
     "probe",
+    "process",
     "virtual",
 )
 """Files whose tests train with real Trainers or start real programs. Of them, what is not marked slow is the tier `-m trainer`."""
