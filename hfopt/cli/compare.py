@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hfopt.cli.options import Allow, ConfigFile, Headroom, Like, Model, ModelFrom, allowed
+from hfopt.cli.options import Allow, ConfigFile, Headroom, Like, Model, ModelFrom, Samples, allowed
 from hfopt.cli.output import people, write_out
 from hfopt.errors import ConfigError
 
@@ -26,7 +26,7 @@ def compare(
     like: Like = None,
     model_from: ModelFrom = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample.")] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Training samples, when the YAML does not say.")] = None,
+    samples: Samples = None,
     headroom: Headroom = 0.06,
     allow: Allow = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout instead of the table.")] = False,
@@ -52,11 +52,12 @@ def compare(
         like=like,
         model_from=model_from,
         seq_len=seq_len,
+        samples=samples,
         headroom=headroom,
         allow=allowed(allow),
         dry_run=False,
     )
-    rows = compare_cards(config, names, request, prices=_prices(prices), samples=samples)
+    rows = compare_cards(config, names, request, prices=_prices(prices))
     if as_json:
         text = json.dumps([row.to_json() for row in rows], indent=2, ensure_ascii=False) + "\n"
         write_out(text.encode(), None)
@@ -84,7 +85,11 @@ def _table(rows: tuple[Row, ...]) -> None:
     from rich.table import Table
 
     from hfopt.planner.comparison import told_apart
+    from hfopt.report.text import assumed_lines
 
+    console = people()
+    for line in assumed_lines(rows[0].assumed):
+        console.print(line)
     table = Table(box=None, pad_edge=False)
     for title in ("card", "fits", "settings", "samples/s", "busy", "memory", "run", "cost"):
         table.add_column(
@@ -93,7 +98,6 @@ def _table(rows: tuple[Row, ...]) -> None:
     for row in rows:
         table.add_row(*row.cells())
     Console(file=sys.stdout, soft_wrap=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
-    console = people()
     if (equal := told_apart(rows)) is not None:
         console.print(equal)
     for note in dict.fromkeys(note for row in rows for note in row.notes):

@@ -105,6 +105,7 @@ def _as_data(table: MemoryTable) -> dict[str, Any]:
     return {
         "model": table.model,
         "model_class": table.model_class,
+        "assumed": [asdict(item) for item in table.assumed],
         "parameters": table.parameters,
         "trainable_parameters": table.trainable_parameters,
         "device": table.device.name if table.device else None,

@@ -120,6 +120,7 @@ Like = Annotated[
     ),
 ]
 ModelFrom = Annotated[Path | None, typer.Option("--model-from", metavar="FILE", help="Another YAML, which names the model.")]
+Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Training samples, when the YAML does not say.")]
 Section = Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys: trainer.args.")]
 Keep = Annotated[
     list[str] | None,

@@ -22,6 +22,7 @@ from hfopt.cli.options import (
     Model,
     ModelFrom,
     NumGpus,
+    Samples,
     Section,
     TrustRemoteCode,
     Vram,
@@ -59,6 +60,7 @@ def plan(
     model_from: ModelFrom = None,
     seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
     lengths: Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)] = None,
+    samples: Samples = None,
     task: Annotated[
         str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
     ] = None,
@@ -105,6 +107,7 @@ def plan(
         "model_from": model_from,
         "seq_len": seq_len,
         "lengths": numbers("--lengths", lengths, least=ONE_TOKEN),
+        "samples": samples,
         "task": task_of(task),
         "section": section,
         "effective_batch": effective_batch,

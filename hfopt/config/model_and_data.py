@@ -14,7 +14,7 @@ from hfopt.config.lookup import Facts
 from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import is_llama_factory
 from hfopt.config.tuning_methods import tuning_method
-from hfopt.schema import DataSpec, Lora, ModelSpec, Quantization, Task
+from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Quantization, Task
 
 Trainer = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
 
@@ -266,7 +266,9 @@ _LENGTHS = (
     *("max_tokens_count", "max_token_count", "max_tokens_per_sample", "max_token_length", "max_tokens_length", "max_text_length"),
     *("tokenizer_max_length", "train_max_length", "max_context_length", "max_input_len", "sequence_len", "max_num_tokens", "max_seqlen"),
 )
-_GRPO_PROMPT, _GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both
+
+
+GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both
 
 
 def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
@@ -278,7 +280,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         image_size=facts.whole("image_size", "img_size", "resolution", "input_size") or _first_side(facts.get("image_size")),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
-        notes=_length_notes(facts, trainer),
+        assumed=_generated_parts(facts) if trainer == "GRPO" else (),
     )
 
 
@@ -287,21 +289,19 @@ def _length(facts: Facts, trainer: Trainer) -> int | None:
     if trainer == "GRPO":
         prompt, completion = facts.whole("max_prompt_length"), facts.whole("max_completion_length")
         if prompt is not None or completion is not None:
-            return (prompt or _GRPO_PROMPT) + (completion or _GRPO_COMPLETION)
+            return (prompt or GRPO_PROMPT) + (completion or GRPO_COMPLETION)
     return facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
 
 
-def _length_notes(facts: Facts, trainer: Trainer) -> tuple[str, ...]:
-    if trainer != "GRPO":
+def _generated_parts(facts: Facts) -> tuple[Assumption, ...]:
+    """The two lengths whose sum is GRPO's, each guessed where it is not stated."""
+    parts = {"prompt": ("max_prompt_length", GRPO_PROMPT), "completion": ("max_completion_length", GRPO_COMPLETION)}
+    stated = {name: facts.whole(key) for name, (key, _) in parts.items()}
+    if not any(stated.values()):
         return ()
-    said = {"prompt": facts.whole("max_prompt_length"), "completion": facts.whole("max_completion_length")}
-    if not any(said.values()):
-        return ()
-    assumed = {"prompt": _GRPO_PROMPT, "completion": _GRPO_COMPLETION}
     return tuple(
-        f"the longest {part} is not stated: {assumed[part]} tokens are assumed (max_{part}_length; --seq-len sets both together)"
-        for part, length in said.items()
-        if length is None
+        Assumption(what=f"{name} length", value=f"{stated[name] or usual} tokens", guessed=stated[name] is None, settle=key)
+        for name, (key, usual) in parts.items()
     )
 
 

@@ -37,7 +37,7 @@ from hfopt.model.heads import Head
 from hfopt.model.losses import REFERENCE
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
-from hfopt.schema import Lora, ModelSpec, Task, Workload
+from hfopt.schema import Assumption, Lora, ModelSpec, Task, Workload
 
 
 def build_here(assemble: Callable[[], nn.Module], real: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -315,6 +315,21 @@ def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise WorkloadError(f"{stated!r} is not a dtype for weights", hint="use float32, bfloat16, float16 or auto")
     return dtype
+
+
+def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
+    """What the weights are stored in, how attention is computed, and what trains; unstated, they are from_pretrained's own choices."""
+    spec = recipe.spec
+    stored = str(weights_dtype(spec, recipe.config)).removeprefix("torch.")
+    packed = "" if spec.quantization is None else f"{spec.quantization.bits}-bit, the rest "
+    attention = spec.attn_implementation or getattr(getattr(model, "config", None), "_attn_implementation", None)
+    lora = spec.lora
+    adapter = "none" if lora is None else f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"
+    return (
+        Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None, settle="dtype"),
+        Assumption(what="attention", value=attention, guessed=spec.attn_implementation is None, settle="attn_implementation"),
+        Assumption(what="adapter", value=adapter, settle="use_peft, lora_r"),
+    )
 
 
 def _untie(model: Any) -> None:

@@ -28,7 +28,7 @@ from hfopt.model.builder import add_lora, build_here, freeze, skeleton
 from hfopt.model.heads import Head
 from hfopt.model.losses import why_batch_dependent
 from hfopt.model.sources import ConfigSource
-from hfopt.schema import BatchShape, ModelSpec, Task, Workload
+from hfopt.schema import Assumption, BatchShape, ModelSpec, Task, Workload
 
 _REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
 
@@ -63,6 +63,7 @@ def from_reference(spec: ModelSpec) -> Workload:
         trainable_parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         checkpointable=bool(getattr(model, "supports_gradient_checkpointing", False)),
         batch_dependent_loss=why_batch_dependent(model, "custom", frozenset()),
+        assumed=(Assumption(what="head", value=type(model).__name__),),
     )
 
 

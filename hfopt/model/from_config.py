@@ -16,13 +16,13 @@ import transformers
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
-from hfopt.model.builder import FAILURES, Recipe, uses_flash
+from hfopt.model.builder import FAILURES, Recipe, assumed_build, uses_flash
 from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
 from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.sources import ConfigSource, find_config
-from hfopt.schema import DataSpec, LengthSpread, ModelSpec, Task, Workload
+from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, Workload
 
 
 def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> Workload:
@@ -60,7 +60,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
     if data.lengths:
         data = replace(data, max_length=min(data.max_length or max(data.lengths), max(data.lengths)))
     sized = size_batch(config, facts.main_input, head.task, data, trainer)
-    notes = [note for note in (source.note, head.note, *model.notes, *data.notes, *sized.notes) if note]
+    notes = [note for note in (source.note, head.note, *model.notes) if note]
     if uses_flash(model):
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
@@ -86,9 +86,22 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
         checkpointable=facts.checkpointable,
         batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
         lengths=_spread(data, sized.shape.length),
+        assumed=(head.assumption, *_labels(recipe, trainer), *sized.assumed, *assumed_build(recipe, facts.model)),
         notes=tuple(notes),
         with_layers=partial(_at_depth, recipe, data, trainer),
     )
+
+
+_LABELLED = ("sequence_classification", "token_classification", "image_classification", "audio_classification", "semantic_segmentation")
+
+
+def _labels(recipe: Recipe, trainer: str) -> tuple[Assumption, ...]:
+    """A checkpoint that was never fine-tuned has transformers' default of two."""
+    if recipe.head.task not in _LABELLED:
+        return ()
+    stated = trainer == "Reward" or recipe.spec.num_labels is not None
+    count = getattr(recipe.config, "num_labels", None)
+    return (Assumption(what="labels", value=None if count is None else str(count), guessed=not stated, settle="num_labels"),)
 
 
 def _spread(data: DataSpec, longest: int | None) -> LengthSpread | None:

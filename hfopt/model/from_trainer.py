@@ -27,7 +27,7 @@ from hfopt.model.losses import BATCH_DEPENDENT, apart, carry, companions, module
 from hfopt.model.quantize import stand_in
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.samples import Samples, generated_batches, generates, longest_samples, same_random_state, token_count
-from hfopt.schema import BatchShape, DataSpec, LengthSpread, Task, Workload
+from hfopt.schema import Assumption, BatchShape, DataSpec, LengthSpread, Task, Workload
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"
 
@@ -149,8 +149,22 @@ def from_trainer(trainer: Any) -> Workload:
         batch_dependent_loss=_known_dependence(trainer) or why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
         weights_dtype=_weights_dtype(model),
         lengths=lengths,
+        assumed=_read_off(model, base, shape),
         notes=notes,
     )
+
+
+def _read_off(model: nn.Module, base: nn.Module, shape: BatchShape) -> tuple[Assumption, ...]:
+    """Nothing of a live model is guessed; what its samples leave open is in the notes."""
+    attention = getattr(getattr(base, "config", None), "_attn_implementation", None)
+    found = [Assumption(what="head", value=type(base).__name__)]
+    if shape.length is not None:
+        found.append(Assumption(what="length", value=f"{shape.length} tokens"))
+    if shape.target_length is not None:
+        found.append(Assumption(what="target length", value=f"{shape.target_length} tokens"))
+    found.append(Assumption(what="weights", value=_weights_dtype(model)))
+    found += [Assumption(what="attention", value=attention)] if attention is not None else []
+    return (*found, Assumption(what="adapter", value="none" if model is base else type(model).__name__))
 
 
 def _known_dependence(trainer: Any) -> str | None:
@@ -248,7 +262,11 @@ def _assumed(base: nn.Module, task: Task) -> tuple[Callable[[int], dict[str, Any
     main_input = getattr(base, "main_input_name", "input_ids")
     sized = size_batch(config, main_input, task, DataSpec())
     maker = BatchMaker(task=task, shape=sized.shape, config=config, main_input=main_input, accepts=accepted_inputs(type(base)))
-    return maker, sized.shape, ("the dataset was left alone: it is absent or can be read only once", *sized.notes)
+    return maker, sized.shape, ("the dataset was left alone: it is absent or can be read only once", *_sizes_guessed(sized.assumed))
+
+
+def _sizes_guessed(assumed: tuple[Assumption, ...]) -> tuple[str, ...]:
+    return tuple(f"{item.what}: {item.value}, a guess" for item in assumed if item.guessed)
 
 
 def _shape_of(batch: dict[str, Any], base: nn.Module) -> BatchShape:

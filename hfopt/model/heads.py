@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.errors import WorkloadError
-from hfopt.schema import Task
+from hfopt.schema import Assumption, Task
 
 _TABLES: dict[Task, str] = {
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -46,8 +46,13 @@ _USUAL: tuple[Task, ...] = (
 class Head:
     task: Task
     class_name: str
-    note: str | None = None  # said when the head was assumed
+    note: str | None = None  # why another class than the config's
+    guessed: bool = False  # nobody named the task
     model_class: Any = None  # the class itself, when it is not one of transformers'
+
+    @property
+    def assumption(self) -> Assumption:
+        return Assumption(what="head", value=self.class_name, guessed=self.guessed, settle="--task")
 
 
 def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:
@@ -86,14 +91,14 @@ def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, t
         return _for_task(model_type, heads, task, named)
     for candidate, classes in heads.items():
         if named in classes and candidate != "embedding" and not (candidate == "seq2seq_lm" and "speech_seq2seq" in heads):
-            return Head(task=candidate, class_name=named)
+            return Head(task=candidate, class_name=named, guessed=True)
     if not heads:
         raise WorkloadError(f"transformers has no trainable class for model type {model_type!r}")
     if named is not None and named in heads.get("embedding", ()) and not config.get("is_encoder_decoder") and "masked_lm" in heads:
-        return Head(task="embedding", class_name=named)
+        return Head(task="embedding", class_name=named, guessed=True)
     usual = _usual(model_type, heads, encoder_decoder=bool(config.get("is_encoder_decoder")))
     why = f"the config names {named}, which has no fine-tuning loss" if named else "the config names no class"
-    return Head(task=usual, class_name=heads[usual][0], note=f"{why}; {heads[usual][0]} is assumed (say --task to choose)")
+    return Head(task=usual, class_name=heads[usual][0], note=f"{why}; {heads[usual][0]} is assumed", guessed=True)
 
 
 def labelled(model_type: str, head: Head, labels: int) -> Head:
@@ -102,7 +107,7 @@ def labelled(model_type: str, head: Head, labels: int) -> Head:
     if classes is None or head.task not in ("masked_lm", "causal_lm", "embedding"):
         return head
     note = f"num_labels: {labels} makes it a classifier: {classes[0]} (say --task token_classification or another to choose)"
-    return Head(task="sequence_classification", class_name=classes[0], note=note)
+    return Head(task="sequence_classification", class_name=classes[0], note=note, guessed=True)
 
 
 def _for_task(model_type: str, heads: dict[Task, tuple[str, ...]], task: Task, named: str | None) -> Head:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.errors import WorkloadError
-from hfopt.schema import BatchShape, DataSpec, Task
+from hfopt.schema import Assumption, BatchShape, DataSpec, Task
 
 TEXT_LENGTH = 512
 SFT_LENGTH = 1024  # trl's default max_length
@@ -29,7 +29,7 @@ _POSITIONS_AFTER_PADDING = frozenset(
 class SizedSample:
     shape: BatchShape
     tokens: int | None  # per sample
-    notes: tuple[str, ...] = ()
+    assumed: tuple[Assumption, ...] = ()  # each size, as stated or guessed
 
 
 def size_batch(config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer") -> SizedSample:
@@ -69,36 +69,47 @@ def _checked_length(config: Any, length: int, what: str) -> int:
 
 
 def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> SizedSample:
-    notes: list[str] = []
     length = data.max_length
     if length is None:
         length = SFT_LENGTH if trainer not in ("Trainer", "Seq2SeqTrainer") else TEXT_LENGTH
         length = min(length, position_limit(config) or length)
-        notes.append(f"the length is not stated: {length} tokens assumed")
     length = _checked_length(config, length, "a text")
+    assumed = [*data.assumed, _length_assumed(length, data)]
     if task == "seq2seq_lm" or (config.is_encoder_decoder and task in ("masked_lm", "causal_lm")):
         target = data.max_target_length
         if target is None:
             target = min(TARGET_LENGTH, length)
-            notes.append(f"the target's length is not stated: {target} tokens assumed")
         target = _checked_length(config, target, "a target")
+        assumed.append(_target_assumed(target, data))
         shape = BatchShape(kind="text_to_text", length=length, target_length=target)
-        return SizedSample(shape=shape, tokens=length + target, notes=tuple(notes))
+        return SizedSample(shape=shape, tokens=length + target, assumed=tuple(assumed))
     tokens = 2 * length if task == "embedding" else length
-    return SizedSample(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, notes=tuple(notes))
+    return SizedSample(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, assumed=tuple(assumed))
+
+
+def _length_assumed(length: int, data: DataSpec) -> Assumption:
+    packed = ", packed" if data.packing else ""
+    return Assumption(what="length", value=f"{length} tokens{packed}", guessed=data.max_length is None, settle="--seq-len")
+
+
+def _target_assumed(length: int, data: DataSpec) -> Assumption:
+    return Assumption(what="target length", value=f"{length} tokens", guessed=data.max_target_length is None, settle="max_target_length")
+
+
+def _image_assumed(side: int, *, guessed: bool) -> Assumption:
+    return Assumption(what="image", value=f"{side} × {side} pixels", guessed=guessed, settle="image_size")
 
 
 def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
-    notes: tuple[str, ...] = ()
     stated = data.image_size or _first(getattr(config, "image_size", None))
-    if stated is None:
-        stated = 512 if task == "semantic_segmentation" else 224
-        notes = (f"the image size is not stated: {stated} pixels assumed",)
-    if stated < 1:
-        raise WorkloadError(f"an image of {stated} pixels cannot be made")
+    size = (512 if task == "semantic_segmentation" else 224) if stated is None else stated
+    if size < 1:
+        raise WorkloadError(f"an image of {size} pixels cannot be made")
     channels = getattr(config, "num_channels", None) or 3
     return SizedSample(
-        shape=BatchShape(kind="image", height=stated, width=stated, channels=channels, padded=False), tokens=None, notes=notes
+        shape=BatchShape(kind="image", height=size, width=size, channels=channels, padded=False),
+        tokens=None,
+        assumed=(_image_assumed(size, guessed=stated is None),),
     )
 
 
@@ -108,15 +119,14 @@ def _first(size: Any) -> int | None:
 
 
 def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> SizedSample:
-    notes: list[str] = []
-    seconds = data.audio_seconds
+    seconds, guessed = data.audio_seconds, False
     if config.model_type == "whisper":
         seconds = 2 * config.max_source_positions / 100  # a frame each 10 ms; the encoder halves them
     elif seconds is None:
-        seconds = AUDIO_SECONDS
-        notes.append(f"the length of the audio is not stated: {seconds:g} s assumed")
+        seconds, guessed = AUDIO_SECONDS, True
     if seconds <= 0:
         raise WorkloadError(f"audio of {seconds:g} s cannot be made")
+    assumed = [Assumption(what="audio", value=f"{seconds:g} s", guessed=guessed, settle="max_duration_in_seconds")]
     samples = round(seconds * SAMPLE_RATE)
     height, width = _frames(config, main_input, seconds)
     target = None
@@ -128,8 +138,7 @@ def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> SizedSam
             raise WorkloadError(
                 f"a transcript of {target} tokens is over the model's {limit} target positions", hint=f"use at most {limit}"
             )
-        if data.max_target_length is None:
-            notes.append(f"the transcript's length is not stated: {target} tokens assumed")
+        assumed.append(_target_assumed(target, data))
     shape = BatchShape(
         kind="audio_to_text" if task == "speech_seq2seq" else "audio",
         audio_samples=samples,
@@ -137,7 +146,7 @@ def _audio(config: Any, main_input: str, task: Task, data: DataSpec) -> SizedSam
         width=width,
         target_length=target,
     )
-    return SizedSample(shape=shape, tokens=None, notes=tuple(notes))
+    return SizedSample(shape=shape, tokens=None, assumed=tuple(assumed))
 
 
 def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, int | None]:
@@ -156,15 +165,15 @@ def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, i
 
 
 def _image_text(config: Any, main_input: str, data: DataSpec) -> SizedSample:
-    notes: list[str] = []
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None)
-    size = data.image_size or _first(getattr(vision, "image_size", None)) or 224
+    stated = data.image_size or _first(getattr(vision, "image_size", None))
+    size = stated or 224
     limit = position_limit(config)
     length = data.max_length
     if length is None:
         length = min(TEXT_LENGTH, limit or TEXT_LENGTH)
-        notes.append(f"the length is not stated: {length} tokens assumed")
     length = _checked_length(config, length, "a text")
     channels = getattr(vision, "num_channels", None) or 3
     shape = BatchShape(kind="image_text", length=length, height=size, width=size, channels=channels)
-    return SizedSample(shape=shape, tokens=length, notes=tuple(notes))
+    assumed = (_length_assumed(length, data), _image_assumed(size, guessed=stated is None))
+    return SizedSample(shape=shape, tokens=length, assumed=assumed)

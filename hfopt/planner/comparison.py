@@ -6,7 +6,7 @@ Kernels and allocations depend on the card only through its compute capability; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hfopt.memory.step_memory import Estimate, context_bytes, estimate
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.request import Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.schema import StepSettings, Workload
+from hfopt.schema import Assumption, StepSettings, Workload
 from hfopt.speed.efficiency import cards_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -31,6 +31,7 @@ class Row:
     why_not: str | None = None
     run_s: float | None = None
     cost: float | None = None
+    assumed: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
 
     def cells(self) -> tuple[str, ...]:
@@ -61,6 +62,7 @@ class Row:
             "why_not": self.why_not,
             "run_s": self.run_s,
             "cost": self.cost,
+            "assumed": [asdict(item) for item in self.assumed],
         }
         if self.plan is not None:
             whole = self.plan.to_json()
@@ -91,13 +93,11 @@ def _kind(capability: tuple[int, int]) -> tuple[int, int]:
     return (8, 0) if capability < (9, 0) else (9, 0)
 
 
-def compare_cards(
-    config: Path, names: Sequence[str], request: Request, *, prices: Mapping[str, float] | None = None, samples: int | None = None
-) -> tuple[Row, ...]:
+def compare_cards(config: Path, names: Sequence[str], request: Request, *, prices: Mapping[str, float] | None = None) -> tuple[Row, ...]:
     """A row per card, in the order given."""
     traces = SharedTraces()
     subject = from_file(config, replace(request, gpu=names[0]))
-    return tuple(_row(subject, name, request, traces, prices or {}, samples) for name in names)
+    return tuple(_row(subject, name, request, traces, prices or {}) for name in names)
 
 
 def told_apart(rows: Sequence[Row]) -> str | None:
@@ -111,26 +111,27 @@ def told_apart(rows: Sequence[Row]) -> str | None:
     return f"{listed} cannot be told apart: 8 of 10 ratios between cards are met within {format_percent(cards_error())}"
 
 
-def _row(subject: Subject, name: str, request: Request, traces: SharedTraces, prices: Mapping[str, float], samples: int | None) -> Row:
+def _row(subject: Subject, name: str, request: Request, traces: SharedTraces, prices: Mapping[str, float]) -> Row:
     hardware = named(name, count=request.num_gpus or 1)
     card = hardware.gpus[0].name if hardware.gpus else "CPU"
+    subject = replace(subject, hardware=hardware)
     try:
-        made = plan_subject(replace(subject, hardware=hardware), request, estimator=traces)
+        made = plan_subject(subject, request, estimator=traces)
     except NothingFits as error:
-        return Row(card=card, plan=None, why_not=str(error).partition(": ")[2], notes=hardware.notes)
-    run_s = _run_s(subject, made, samples)
+        return Row(card=card, plan=None, why_not=str(error).partition(": ")[2], assumed=subject.assumed, notes=hardware.notes)
+    run_s = _run_s(subject, made)
     price = _price(prices, name, card)
     cost = None if price is None or run_s is None else price * (request.num_gpus or 1) * run_s / 3600
-    return Row(card=card, plan=made, run_s=run_s, cost=cost, notes=made.facts.notes)
+    return Row(card=card, plan=made, run_s=run_s, cost=cost, assumed=subject.assumed, notes=made.facts.notes)
 
 
-def _run_s(subject: Subject, made: Plan, samples: int | None) -> float | None:
+def _run_s(subject: Subject, made: Plan) -> float | None:
     """The whole run: max_steps, or the epochs over the samples; None where the config says neither."""
     args, time = subject.job.args, made.facts.after.time
     steps = args.get("max_steps")
     if isinstance(steps, int) and steps > 0:
         return steps * time.step_s
-    count = samples or subject.job.data.samples
+    count = subject.job.data.samples
     if count is None:
         return None
     return float(args.get("num_train_epochs") or 3.0) * count / time.samples_per_s

@@ -140,6 +140,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         trial=result.verdict.trial,
         correction=result.correction,
         neutrality=course.neutrality,
+        assumed=subject.assumed,
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
         weights_dtype=device.stored_in(subject.workload),
     )

@@ -113,6 +113,7 @@ def memory_table(
         rows=tuple(rows),
         largest=largest,
         seconds=seconds,
+        assumed=subject.assumed,
         notes=tuple(notes),
     )
 

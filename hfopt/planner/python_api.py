@@ -39,6 +39,7 @@ def plan(
     task: Task | None = None,
     seq_len: int | None = None,
     lengths: Iterable[int] | None = None,
+    samples: int | None = None,
     section: str | None = None,
     effective_batch: int | None = None,
     lr_scaling: LrScaling | None = None,
@@ -64,6 +65,7 @@ def plan(
     model_from         another YAML, which names the model
     task               for example "causal_lm" or "sequence_classification"
     seq_len, lengths   tokens per sample; or the lengths of typical samples
+    samples            how many training samples there are, where the config does not say
     section            where the arguments are in the YAML, as a path of keys: "trainer.args"
     effective_batch    another effective batch than the config's; `lr_scaling` ("sqrt", "linear") moves the learning rate with it
     keep               keys that stay as they are
@@ -90,6 +92,7 @@ def plan(
         "task": task,
         "seq_len": seq_len,
         "lengths": None if lengths is None else tuple(lengths),
+        "samples": samples,
         "section": section,
         "effective_batch": effective_batch,
         "lr_scaling": lr_scaling,

@@ -13,7 +13,7 @@ from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
 from hfopt.config.yaml_edit import upgrade
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
-from hfopt.schema import ALLOWABLE, DataSpec, Hardware, Task, TrainJob, Workload
+from hfopt.schema import ALLOWABLE, Assumption, DataSpec, Hardware, Task, TrainJob, Workload
 from hfopt.units import GIB, parse_rate
 
 LrScaling = Literal["none", "sqrt", "linear"]
@@ -33,6 +33,7 @@ class Request:
     model_from: Path | None = None  # another YAML, which names the model
     seq_len: int | None = None
     lengths: tuple[int, ...] = ()
+    samples: int | None = None  # of the training data
     task: Task | None = None
     section: str | None = None
     effective_batch: int | None = None
@@ -96,6 +97,15 @@ class Subject:
     most_workers: int | None = None  # what the data allows; None: as many as it takes
     notes: tuple[str, ...] = ()
     trainer: Any = None  # the live one
+
+    @property
+    def assumed(self) -> tuple[Assumption, ...]:
+        """The picture of the job, whole: the model and its batches, how much data there is, and the host that feeds it."""
+        samples = self.job.data.samples
+        size = Assumption(what="data size", value=None if samples is None else f"{samples} samples", settle="--samples")
+        host, away = self.hardware.host, self.hardware.hypothetical
+        cores = f"of {host.cores:g} cores" + (" as here" if away else "")
+        return (*self.workload.assumed, size, Assumption(what="host", value=cores, guessed=away))
 
     @property
     def folder(self) -> Path | None:
@@ -214,6 +224,8 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
     data: DataSpec = job.data if request.seq_len is None else replace(job.data, max_length=request.seq_len)
     if request.lengths:
         data = replace(data, lengths=request.lengths)
+    if request.samples is not None:
+        data = replace(data, samples=request.samples)
     return replace(job, model=model, data=data, kept=job.kept | request.keep)
 
 

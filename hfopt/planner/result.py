@@ -109,6 +109,7 @@ class Plan:
         """The object of `hfopt plan --json`."""
         facts = self.facts
         return {
+            "assumed": [dataclasses.asdict(item) for item in facts.assumed],
             "effective_batch": facts.effective_batch,
             "device": device_name(facts),
             "budget_bytes": facts.budget_bytes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from hfopt.report.text import assumed_lines
 from hfopt.schema import Breakdown, MemoryRow, MemoryTable
 from hfopt.units import format_bytes
 
@@ -30,6 +31,8 @@ CLOSE_WORDS = "6 of 84 runs that others measured took over 2 % more than estimat
 def print_memory(console: Console, table: MemoryTable) -> None:
     """Everything about the table, for people."""
     console.print(_heading(table))
+    for line in assumed_lines(table.assumed):
+        console.print(line)
     console.print(_device(table))
     console.print(_step(table))
     console.print()

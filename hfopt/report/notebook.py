@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hfopt.report import html
-from hfopt.report.text import device_words, value_words
+from hfopt.report.text import assumed_words, device_words, value_words
 from hfopt.schema import Chosen, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate
 
@@ -25,13 +25,17 @@ def rows(facts: PlanFacts) -> Iterator[Row]:
 
 
 def plan_html(facts: PlanFacts) -> str:
-    return html.paragraph(_title(facts)) + html.table(HEAD, rows(facts))
+    return html.paragraph(_title(facts)) + "".join(map(html.paragraph, _assumed(facts))) + html.table(HEAD, rows(facts))
 
 
 def plan_markdown(facts: PlanFacts) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---|---|---|"]
     lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(facts)]
-    return f"{_title(facts)}\n\n" + "\n".join(lines) + "\n"
+    return "\n\n".join((_title(facts), *_assumed(facts), "\n".join(lines))) + "\n"
+
+
+def _assumed(facts: PlanFacts) -> list[str]:
+    return [assumed_words(facts.assumed)] if facts.assumed else []
 
 
 def _title(facts: PlanFacts) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hfopt.report import html, plan_charts
-from hfopt.report.text import candidate_words, device_words, place_words, value_words, why_not
+from hfopt.report.text import assumed_words, candidate_words, device_words, place_words, value_words, why_not
 from hfopt.schema import PlanCharts, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -11,7 +11,9 @@ _MOST_OTHERS = 8
 
 
 def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
-    pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device_words(facts)}", css="soft"), _summary(facts)]
+    pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device_words(facts)}", css="soft")]
+    pieces += [html.paragraph(assumed_words(facts.assumed))] if facts.assumed else []
+    pieces.append(_summary(facts))
     changes = [(change.key, value_words(change.before), value_words(change.after), change.reason) for change in facts.changes]
     pieces.append(
         html.section("Changes and their reasons", html.table(("key", "before", "after", "why"), changes, stack=True))

@@ -6,14 +6,16 @@ or measured, and on what.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Assumption, Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
 from hfopt.speed.efficiency import efficiency, limits, settings_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
+ASSUMED_WIDTH = 140
 RUNNERS_UP = 4
 REJECTED = 4
 TIE = 0.02  # as the search's ranking has it: times closer than this are equal
@@ -41,6 +43,26 @@ def plan_lines(facts: PlanFacts) -> Iterator[Line]:
         yield from (("soft", f"  {note}") for note in facts.notes)
 
 
+def assumed_lines(assumed: Sequence[Assumption]) -> list[str]:
+    """'assumed: head BertForMaskedLM (guess: --task), length 128 tokens, ...', wrapped."""
+    return textwrap.wrap(assumed_words(assumed), width=ASSUMED_WIDTH, subsequent_indent="  ", break_on_hyphens=False) if assumed else []
+
+
+def assumed_words(assumed: Sequence[Assumption]) -> str:
+    """A guess with what settles it; what was read stands without."""
+    return "assumed: " + ", ".join(_assumption(item) for item in assumed)
+
+
+def _assumption(item: Assumption) -> str:
+    if item.value == "none":
+        return f"no {item.what}"
+    if item.value is None:
+        return f"{item.what} unknown" + (f" ({item.settle})" if item.settle else "")
+    return f"{item.what} {item.value}" + (
+        f" (guess: {item.settle})" if item.guessed and item.settle else " (guess)" if item.guessed else ""
+    )
+
+
 def device_words(facts: PlanFacts) -> str:
     gpu, host = facts.hardware.smallest, facts.hardware.host
     if gpu is None:
@@ -53,6 +75,7 @@ def device_words(facts: PlanFacts) -> str:
 
 def _head(facts: PlanFacts) -> Iterator[Line]:
     yield "title", f"{facts.job.model.name or facts.job.path or 'model'} on {device_words(facts)}"
+    yield from (("plain", line) for line in assumed_lines(facts.assumed))
     was, now = facts.before.candidate, facts.after.candidate
     old, new = facts.job.effective_batch, facts.effective_batch
     world = facts.job.world_size

@@ -8,7 +8,20 @@ from __future__ import annotations
 from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.charts import BatchPoint, PlanCharts, RunDifference, RunMark, RunPoint, RunView, TimelinePoint
 from hfopt.schema.hardware import Gpu, Hardware, Host
-from hfopt.schema.job import ALLOWABLE, Change, DataSpec, Lora, ModelSpec, Place, Precision, Problem, Quantization, Task, TrainJob
+from hfopt.schema.job import (
+    ALLOWABLE,
+    Assumption,
+    Change,
+    DataSpec,
+    Lora,
+    ModelSpec,
+    Place,
+    Precision,
+    Problem,
+    Quantization,
+    Task,
+    TrainJob,
+)
 from hfopt.schema.plan_facts import Advice, Chosen, EngineChoice, PlanFacts
 from hfopt.schema.run_records import (
     Batches,
@@ -51,6 +64,7 @@ __all__ = [
     "ALLOWABLE",
     "REHEARSED_MICRO_BATCHES",
     "Advice",
+    "Assumption",
     "BatchPoint",
     "BatchShape",
     "Batches",

@@ -63,6 +63,16 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Assumption:
+    """One part of the picture of the job that a plan rests on: read, or guessed where nothing says it."""
+
+    what: str  # head, labels, length, weights, attention, adapter, data size, host, ...
+    value: str | None  # None: not known, and nothing was put in its place
+    guessed: bool = False
+    settle: str | None = None  # the flag or key that says it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
     r: int = 8
     alpha: float = 16
@@ -113,7 +123,7 @@ class DataSpec:
     image_size: int | None = None
     audio_seconds: float | None = None
     samples: int | None = None  # number of training samples, when known
-    notes: tuple[str, ...] = ()  # what was assumed of it
+    assumed: tuple[Assumption, ...] = ()  # lengths that the reader put together from others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

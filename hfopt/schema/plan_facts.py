@@ -8,7 +8,7 @@ from typing import Any
 
 from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.hardware import Hardware
-from hfopt.schema.job import Change, TrainJob
+from hfopt.schema.job import Assumption, Change, TrainJob
 from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, StepTime
 from hfopt.schema.trial import Correction, Neutrality, Trial
 
@@ -61,6 +61,7 @@ class PlanFacts:
     trial: Trial | None = None
     correction: Correction | None = None  # before and after are predicted; the limits of the others are corrected by it
     neutrality: Neutrality | None = None
+    assumed: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
     engine: EngineChoice | None = None  # None: one device
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hfopt.schema.hardware import Gpu
-from hfopt.schema.job import Precision
+from hfopt.schema.job import Assumption, Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +171,7 @@ class MemoryTable:
     rows: tuple[MemoryRow, ...]
     largest: Mapping[bool, int | None]  # by checkpointing: the largest batch that fits
     seconds: float
+    assumed: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.schema.job import Task
+from hfopt.schema.job import Assumption, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,4 +59,5 @@ class Workload:
     weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
     lengths: LengthSpread | None = None  # None: every batch is as long as `shape` says, or nothing else is known
     with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
+    assumed: tuple[Assumption, ...] = ()  # what its picture rests on, guesses marked
     notes: tuple[str, ...] = ()

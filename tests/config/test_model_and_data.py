@@ -227,8 +227,11 @@ def test_a_train_batch_is_the_batch() -> None:
 
 def test_grpo_says_which_length_it_assumes() -> None:
     read = job("model_name: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nmax_completion_length: 300")
-    assert read.data.max_length == 812 and "512 tokens are assumed" in read.data.notes[0]
-    assert job("num_generations: 8\nmax_completion_length: 300\nmax_prompt_length: 100").data.notes == ()
+    assert read.data.max_length == 812 and [(part.value, part.guessed) for part in read.data.assumed] == [
+        ("512 tokens", True),
+        ("300 tokens", False),
+    ]
+    assert job("num_generations: 8\nmax_completion_length: 300\nmax_prompt_length: 100").data.assumed[0].guessed is False
 
 
 def test_freeze_trains_the_last_layers() -> None:

@@ -114,7 +114,7 @@ def test_a_path_to_the_file_is_as_good_as_the_folder(tiny: Tiny) -> None:
 
 def test_a_base_class_gets_the_usual_head_and_says_so(tiny: Tiny) -> None:
     workload = from_spec(ModelSpec(name=tiny("vit", architectures=["ViTModel"])), DataSpec())
-    assert workload.task == "image_classification" and any("assumed" in note for note in workload.notes)
+    assert workload.task == "image_classification" and workload.assumed[0].guessed
 
 
 def test_dtype_and_labels_and_overrides(tiny: Tiny) -> None:

@@ -130,17 +130,17 @@ def test_cards_within_the_known_error_of_the_fastest_cannot_be_told_apart() -> N
 
 
 @pytest.mark.parametrize(
-    ("args", "samples", "of_data", "run_s"),
+    ("args", "samples", "run_s"),
     [
-        ({"max_steps": 100, "num_train_epochs": 9}, 3200, None, 50.0),
-        ({"max_steps": -1}, 3200, None, 300.0),  # three epochs are the Trainer's default
-        ({"num_train_epochs": 1}, None, 3200, 100.0),
-        ({}, None, None, None),
+        ({"max_steps": 100, "num_train_epochs": 9}, 3200, 50.0),
+        ({"max_steps": -1}, 3200, 300.0),  # three epochs are the Trainer's default
+        ({"num_train_epochs": 1}, 3200, 100.0),
+        ({}, None, None),
     ],
 )
-def test_how_long_a_run_takes(args: dict[str, Any], samples: int | None, of_data: int | None, run_s: float | None) -> None:
-    subject: Any = SimpleNamespace(job=replace(FACTS.job, args=args, data=DataSpec(samples=of_data)))
-    assert comparison._run_s(subject, PLAN, samples) == run_s
+def test_how_long_a_run_takes(args: dict[str, Any], samples: int | None, run_s: float | None) -> None:
+    subject: Any = SimpleNamespace(job=replace(FACTS.job, args=args, data=DataSpec(samples=samples)))
+    assert comparison._run_s(subject, PLAN) == run_s
 
 
 def test_a_price_is_found_by_any_spelling_of_the_card() -> None:

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hfopt.report.notebook import plan_html, plan_markdown
 from hfopt.report.plan_page import plan_page
 from hfopt.report.text import device_words, plan_text
-from hfopt.schema import Candidate, Checkpointing, Correction, EngineChoice, PlanCharts, PlanFacts, Priced, Rejection, Trial
+from hfopt.schema import Assumption, Candidate, Checkpointing, Correction, EngineChoice, PlanCharts, PlanFacts, Priced, Rejection, Trial
 from hfopt.units import GIB
 
 
@@ -39,6 +40,24 @@ def test_a_rehearsal_of_some_micro_batches_says_so(facts: PlanFacts) -> None:
 
     assert "with 2 of a step's 16 micro-batches" in told(16, "virtual")
     assert "micro-batches" not in told(2, "virtual") and "micro-batches" not in told(16, "cuda")
+
+
+def test_what_was_assumed_is_the_second_line_with_its_guesses_marked(facts: PlanFacts) -> None:
+    picture = (
+        Assumption(what="head", value="BertForMaskedLM", guessed=True, settle="--task"),
+        Assumption(what="length", value="128 tokens", settle="--seq-len"),
+        Assumption(what="adapter", value="none", settle="use_peft"),
+        Assumption(what="data size", value=None, settle="--samples"),
+        Assumption(what="host", value="of 8 cores as here", guessed=True),
+    )
+    told = replace(facts, assumed=picture)
+    words = (
+        "assumed: head BertForMaskedLM (guess: --task), length 128 tokens, no adapter, data size unknown (--samples), "
+        "host of 8 cores as here (guess)"
+    )
+    assert plan_text(told).splitlines()[1] == words
+    assert all(words in text for text in (plan_page(told, PlanCharts()).decode(), plan_html(told), plan_markdown(told)))
+    assert "assumed" not in plan_text(facts)
 
 
 def test_the_machine_is_named_as_it_is(facts: PlanFacts) -> None:

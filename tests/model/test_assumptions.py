@@ -1,0 +1,69 @@
+"""What a workload rests on: every guess marked, with the flag or key that settles it; what the config says is no guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hfopt.model.from_config import from_spec
+from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Workload
+
+Tiny = Callable[..., str]
+
+
+def assumed(workload: Workload) -> dict[str, Assumption]:
+    return {item.what: item for item in workload.assumed}
+
+
+def test_what_nobody_said_is_a_guess_with_what_settles_it(tiny: Tiny) -> None:
+    found = assumed(from_spec(ModelSpec(name=tiny("bert", architectures=["BertForMaskedLM"])), DataSpec()))
+    guesses = {what: item.settle for what, item in found.items() if item.guessed}
+    assert found["head"].value == "BertForMaskedLM"
+    assert guesses == {"head": "--task", "length": "--seq-len", "weights": "dtype", "attention": "attn_implementation"}
+
+
+def test_what_was_said_is_no_guess(tiny: Tiny) -> None:
+    spec = ModelSpec(
+        name=tiny("bert"),
+        task="sequence_classification",
+        num_labels=5,
+        weights_dtype="bfloat16",
+        attn_implementation="eager",
+        lora=Lora(r=4, target_modules=("query",)),
+    )
+    workload = from_spec(spec, DataSpec(max_length=16, packing=False))
+    assert [item for item in workload.assumed if item.guessed] == []
+    said = {what: item.value for what, item in assumed(workload).items()}
+    assert said == {
+        "head": "BertForSequenceClassification",
+        "labels": "5",
+        "length": "16 tokens",
+        "weights": "bfloat16",
+        "attention": "eager",
+        "adapter": "LoRA r=4",
+    }
+
+
+@pytest.mark.parametrize("named", [["BertForMaskedLM"], ["BertModel"], None])
+def test_a_number_of_labels_asks_for_a_classifier(tiny: Tiny, named: list[str] | None) -> None:
+    options: dict[str, Any] = {} if named is None else {"architectures": named}
+    workload = from_spec(ModelSpec(name=tiny("bert", **options), num_labels=7), DataSpec())
+    assert workload.model_class == "BertForSequenceClassification"
+    assert (assumed(workload)["head"].guessed, assumed(workload)["labels"]) == (
+        True,
+        Assumption(what="labels", value="7", settle="num_labels"),
+    )
+
+
+def test_labels_nobody_counted_are_a_guess(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("bert"), task="token_classification"), DataSpec())
+    assert assumed(workload)["labels"] == Assumption(what="labels", value="2", guessed=True, settle="num_labels")
+
+
+def test_target_and_image_and_audio_sizes_are_told(tiny: Tiny) -> None:
+    translated = assumed(from_spec(ModelSpec(name=tiny("t5"), task="seq2seq_lm"), DataSpec(max_length=32)))
+    assert not translated["length"].guessed and translated["target length"].guessed
+    seen = assumed(from_spec(ModelSpec(name=tiny("vit"), task="image_classification"), DataSpec()))
+    assert not seen["image"].guessed and "pixels" in str(seen["image"].value)
