@@ -17,7 +17,7 @@ from hfopt.errors import ConfigError
 if TYPE_CHECKING:
     from hfopt.config.read_job import Loaded
     from hfopt.config.yaml_edit import Edited
-    from hfopt.schema import Problem
+    from hfopt.schema import Problem, TrainJob
 
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
@@ -46,7 +46,7 @@ def check(
     if output is not None and not (upgrade or as_json):
         raise ConfigError("-o needs something to write", hint="add --upgrade or --json")
     source, name = _read(config)
-    loaded = load_bytes(source, name, section=section, world_size=world_size)
+    loaded = _with_gradients(load_bytes(source, name, section=section, world_size=world_size))
     edited = _upgraded(loaded) if upgrade else None
     if as_json:
         text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -72,6 +72,46 @@ def _read(config: str) -> tuple[bytes, str]:
 
 def _findings(loaded: Loaded) -> list[Problem]:
     return [problem for problem in loaded.problems if problem.severity != "note"]
+
+
+def _with_gradients(loaded: Loaded) -> Loaded:
+    """With the warning that a head ignores the accumulation, where the config accumulates and the model is known here."""
+    from hfopt.config.training_arguments import ACCUMULATION
+    from hfopt.facts import gradient_growth
+    from hfopt.schema import Problem
+
+    job = loaded.job
+    named = None if job is None else _class_of(job)
+    if job is None or named is None or gradient_growth.grows_with_accumulation(*named) is not True:
+        return loaded
+    message = gradient_growth.words(named[1], job.accumulation)
+    fix = f"{job.per_device_batch * job.accumulation} × 1 where it fits; else trainer.model_accepts_loss_kwargs = False before train()"
+    found = Problem(
+        severity="warning", code="gradients_grow", key=ACCUMULATION, place=loaded.place_of(ACCUMULATION), message=message, fix=fix
+    )
+    return dataclasses.replace(loaded, problems=(*loaded.problems, found))
+
+
+def _class_of(job: TrainJob) -> tuple[str, str] | None:
+    """Model type and class of a job of the plain Trainer that accumulates, by what the file says and what is at hand."""
+    from hfopt.errors import WorkloadError
+    from hfopt.facts import gradient_growth
+    from hfopt.model.sources import find_here
+
+    spec = job.model
+    plain = job.trainer in ("Trainer", "Seq2SeqTrainer") and not job.args.get("label_smoothing_factor")
+    if job.accumulation < 2 or spec.name is None or not plain:
+        return None
+    try:
+        source = find_here(spec.name)
+    except WorkloadError:
+        return None
+    model_type = None if source is None else source.fields.get("model_type")
+    if source is None or not isinstance(model_type, str):
+        return None
+    task = spec.task or ("sequence_classification" if spec.num_labels is not None else None)
+    name = gradient_growth.class_for(model_type, task) if task is not None else next(iter(source.fields.get("architectures") or ()), None)
+    return None if name is None else (model_type, str(name))
 
 
 def _upgraded(loaded: Loaded) -> Edited:

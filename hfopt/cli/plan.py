@@ -171,6 +171,8 @@ def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
     console = people(quiet=quiet)
     for style, text in plan_lines(made.facts):
         console.print(Text(text, style=STYLES[style]))
+    for warning in made.facts.warnings if quiet else ():
+        people().print(Text(f"WARNING: {warning}", style=STYLES["bad"]))
     for stale in stale_comments:
         console.print(
             Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")

@@ -22,7 +22,7 @@ from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import Installed, installed
 from hfopt.redact import is_secret
-from hfopt.schema import Problem, TrainJob
+from hfopt.schema import Place, Problem, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +43,13 @@ class Loaded:
     layout: SectionLayout
     homes: Mapping[str, Home]  # by the argument's current name
     found: tuple[FoundProblem, ...]  # the findings about keys, with what --upgrade does about them
+
+    def place_of(self, key: str) -> Place | None:
+        """Where the file sets an argument; None where it does not."""
+        home = self.homes.get(key)
+        node = self.document.node(home.path) if home is not None else None
+        entry = node.find(home.key) if node is not None and home is not None else None
+        return self.document.place(entry.key_start) if entry is not None else None
 
     @property
     def transformers_version(self) -> str:

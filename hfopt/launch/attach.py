@@ -221,10 +221,14 @@ def _divides(plan: Plan) -> bool:
 
 def _words(plan: Plan, where: str) -> list[str]:
     facts = plan.facts
+    warnings = [f"hfopt: warning: {warning}" for warning in facts.warnings]
     if not facts.changes:
-        return [f"hfopt: planned: the script's settings are already the fastest that fit (effective batch {facts.effective_batch}){where}"]
+        return [
+            *warnings,
+            f"hfopt: planned: the script's settings are already the fastest that fit (effective batch {facts.effective_batch}){where}",
+        ]
     changed = ", ".join(f"{change.key} {_shown(change.before)} → {_shown(change.after)}" for change in facts.changes)
-    lines = [f"hfopt: planned: {changed}; effective batch still {facts.effective_batch}{where}"]
+    lines = [*warnings, f"hfopt: planned: {changed}; effective batch still {facts.effective_batch}{where}"]
     if _divides(plan):
         lines.append(
             "hfopt: the loss ignores num_items_in_batch, so the Trainer divides by the accumulation (model_accepts_loss_kwargs = False)"

@@ -56,14 +56,9 @@ def find_config(name: str, *, like: str | None = None) -> ConfigSource:
 
 
 def _own_config(name: str) -> ConfigSource:
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return _from_file(path / "config.json", name)
-    if path.is_file() or name.endswith(".json"):
-        return _from_file(path, name)
-    entry = find(name)
-    if entry is not None:
-        return ConfigSource(name=entry.hub_id, fields=entry.config, where=TABLE)
+    here = find_here(name)
+    if here is not None:
+        return here
     tried = ["no such folder or file", "not in the bundled table"]
     if _looks_like_a_path(name):
         raise _unknown(name, tried)
@@ -72,6 +67,17 @@ def _own_config(name: str) -> ConfigSource:
         return _from_file(cached, name, where=HUB_CACHE)
     tried.append("not in the Hub cache of this machine")
     return _from_hub(name, tried)
+
+
+def find_here(name: str) -> ConfigSource | None:
+    """The same where it is at hand: a folder, a file, the bundled table. Nobody else is asked."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _from_file(path / "config.json", name)
+    if path.is_file() or name.endswith(".json"):
+        return _from_file(path, name)
+    entry = find(name)
+    return ConfigSource(name=entry.hub_id, fields=entry.config, where=TABLE) if entry is not None else None
 
 
 def _re_upload(name: str) -> ConfigSource | None:

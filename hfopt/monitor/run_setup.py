@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hfopt.compat import package_version, tf32_is_on
+from hfopt.facts.gradient_growth import class_grows_with_accumulation, words
 from hfopt.monitor.sampler import OwnCards, open_cards, torch_uuids
 from hfopt.monitor.window import Scale, cpu_peak_flops
 from hfopt.redact import scrub
@@ -134,6 +135,21 @@ def facts_of(args: Any, state: Any, place: TrainingPlace, plan: Any, model: Any 
         pair_stays=pair_stays(plan),
         layers=sum(1 for part in model.modules() if next(part.children(), None) is None) if model is not None else None,
     )
+
+
+def growing_gradients(trainer: Any, plan: Any) -> str | None:
+    """What is wrong with a run that accumulates on a head which ignores the number of items; None where a plan has said so already."""
+    from transformers import Trainer
+
+    if trainer is None or trainer.args.gradient_accumulation_steps < 2 or getattr(getattr(plan, "facts", plan), "warnings", ()):
+        return None
+    own_rule = type(trainer).compute_loss is not Trainer.compute_loss or getattr(trainer, "loss_is_scaled_for_ga", None) is not None
+    own_loss = getattr(trainer, "compute_loss_func", None) is not None or trainer.label_smoother is not None
+    if own_rule or own_loss or not trainer.model_accepts_loss_kwargs:
+        return None
+    base = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    grows = class_grows_with_accumulation(type(base)) is True
+    return words(type(base).__name__, trainer.args.gradient_accumulation_steps) if grows else None
 
 
 def pair_stays(plan: Any) -> bool:

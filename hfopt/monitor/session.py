@@ -34,7 +34,7 @@ from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.journal import Journal
 from hfopt.monitor.log import NAME
 from hfopt.monitor.model_inputs import InputWatch
-from hfopt.monitor.run_setup import facts_of, find_place, scale_of
+from hfopt.monitor.run_setup import facts_of, find_place, growing_gradients, scale_of
 from hfopt.monitor.sampler import Sampler
 from hfopt.monitor.step_clock import Event, MeetingPoints, StepClock
 from hfopt.monitor.window import Meter, Total, data_share, merge
@@ -123,6 +123,8 @@ class WatchSession:
         self.journal = self._open_journal(training)
         if self._place.why_no_cards:
             self.faults.report("GPU readings", RuntimeError(self._place.why_no_cards))
+        if (fault := growing_gradients(training.trainer, options.plan)) is not None:
+            self.say(f"hfopt: warning: {fault}")
         self.clock = StepClock()
         host = HostProbe(thread=threading.current_thread(), cores=self._place.cores)
         self._presence = Presence(training.trainer)

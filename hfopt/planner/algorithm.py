@@ -16,11 +16,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of, tried_eval_batch
 from hfopt.planner.conclusion import PlanningOutcome, concluded
 from hfopt.planner.engines import plan_devices
-from hfopt.planner.nothing_fits import nothing_fits
+from hfopt.planner.nothing_fits import WOULD_FIT, nothing_fits
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
@@ -30,6 +31,7 @@ from hfopt.planner.target import device_of
 from hfopt.planner.trace_ahead import Estimator
 from hfopt.planner.trials import Tryout, confirmed
 from hfopt.schema import Candidate, Neutrality, Rejection, Trial
+from hfopt.units import format_bytes
 
 
 def make_plan(source: Any, request: Request, *, progress: Progress = lambda text: None, estimator: Estimator | None = None) -> Plan:
@@ -69,7 +71,7 @@ def plan_subject(
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
     found = search()
     if not found.ranked:
-        raise nothing_fits(subject, device, pricing, found)
+        raise search.explained(nothing_fits(subject, device, pricing, found))
     before = pricing.memory(current), pricing.fits(current)
 
     def tried(candidate: Candidate) -> Trial | None:
@@ -102,6 +104,7 @@ class Search:
     current: Candidate
     progress: Progress
     neutrality: Neutrality | None = None
+    refused: SearchResult | None = None  # what would fit with another accumulation, where that would train something else
     _asked: bool = False
 
     def __call__(self) -> SearchResult:
@@ -115,10 +118,12 @@ class Search:
         return best_first(candidates(space), self.pricing, self.pricing.budget_bytes, current=self.current)
 
     def _ask_neutrality(self, found: SearchResult) -> None:
-        """Only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps."""
+        """Only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps.
+        A live run that accumulates is asked in any case: a few forward passes."""
         subject, space = self.subject, self.space
         trades = bool(found.ranked) and found.ranked[0][0].accumulation != subject.job.accumulation
-        if self._asked or not trades or space.accumulation is not None or space.effective_batch != subject.job.effective_batch:
+        concerned = trades or (subject.trainer is not None and subject.job.accumulation > 1)
+        if self._asked or not concerned or space.accumulation is not None or space.effective_batch != subject.job.effective_batch:
             return
         self._asked = True
         if subject.trainer is not None:  # asked even where it is allowed: the run may be repaired
@@ -132,14 +137,31 @@ class Search:
             self.neutrality = probe(subject.job, subject.workload)
 
     def _with_accumulation(self, free: SearchResult) -> SearchResult:
-        """The search again with the config's accumulation; where that does not fit, the free answer stands, and the advice says so."""
+        """The search again with the config's accumulation. Where that does not fit, only a live run is traded, and only one that is
+        repaired: it trains the same. A file would train something else, so nothing fits, and what would is said."""
         accumulation = self.subject.job.accumulation
         kept = self._best(replace(self.space, accumulation=accumulation))
         if not kept.ranked:
-            return free
+            repaired = self.subject.trainer is not None and self.neutrality is not None and self.neutrality.fixable
+            self.refused = None if repaired else free
+            return free if repaired else kept
         reason = f"would change the gradients: the model is not neutral to accumulation, which stays at {accumulation}"
         traded = tuple(Rejection(candidate=c, reason=reason) for c, _ in free.ranked if c.accumulation != accumulation)
         return SearchResult(ranked=kept.ranked, rejected=(*traded, *kept.rejected))
+
+    def explained(self, error: NothingFits) -> NothingFits:
+        """With what fits at another accumulation put first, where that was refused."""
+        if self.refused is None or self.neutrality is None or not self.refused.ranked:
+            return error
+        found, (best, _) = self.neutrality, self.refused.ranked[0]
+        size = format_bytes(self.pricing.memory(best).device_bytes)
+        pair = f"{best.per_device_batch} × {best.accumulation}"
+        lines = [f"{pair} in {size} with --allow accumulation, which trains something else: {found.reason}"]
+        if found.fixable:
+            lines.insert(0, f"{pair} in {size} under `hfopt run -- SCRIPT`, which makes the Trainer divide, so that the same is trained")
+        _, _, others = (error.hint or "").partition(f"{WOULD_FIT}\n")
+        hint = "\n".join([WOULD_FIT, *(f"    - {line}" for line in lines), *([others] if others else [])])
+        return NothingFits(f"{error}, at the config's accumulation of {self.subject.job.accumulation}", hint=hint)
 
 
 def _unknown(subject: Subject) -> Neutrality:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hfopt.facts.gradient_growth import grows_with_accumulation, words
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
@@ -93,7 +94,7 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
     if found is None or found.neutral:
         return
     traded = facts.after.candidate.accumulation != facts.job.accumulation
-    so = "The config's own does not fit, so it was traded all the same" if traded else "So the accumulation stays as it is"
+    so = "It was traded, and the run is repaired" if traded and found.fixable else "So the accumulation stays as it is"
     grows = f"the gradient of n micro-batches is {found.ratio:.2f} times that of one batch: " if found.ratio != 1 else ""
     repaired = "; where it is traded, `hfopt run` divides by it, as the Trainer does for other models" if found.fixable else ""
     yield Advice(
@@ -141,6 +142,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         correction=result.correction,
         neutrality=course.neutrality,
         assumed=subject.assumed,
+        warnings=_warnings(course),
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
         weights_dtype=device.stored_in(subject.workload),
     )
@@ -187,6 +189,25 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         learning_rate=_learning_rate(course),
     )
     return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=job.kept), outcome)
+
+
+def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
+    """A head whose gradients grow with the accumulation, in what the config has or in what was traded by the user's leave."""
+    subject, winner = course.subject, course.result.winner[0]
+    known, live = course.neutrality, subject.trainer is not None
+    traded = winner.accumulation != subject.job.accumulation
+    faulty = known.fixable and not known.neutral if known is not None else not live and _grows(subject)
+    if winner.accumulation < 2 or not faulty or (live and traded):  # a live run that is traded is repaired
+        return ()
+    so = "; traded as --allow accumulation asks: start it with `hfopt run`, which divides" if traded else ""
+    return (f"{words(subject.workload.model_class, winner.accumulation)}{so}",)
+
+
+def _grows(subject: Subject) -> bool:
+    """By the rule: the plain Trainer with the model's own loss."""
+    model_type = getattr(getattr(subject.workload.build_model, "config", None), "model_type", None)
+    plain = subject.job.trainer in ("Trainer", "Seq2SeqTrainer") and not subject.job.args.get("label_smoothing_factor")
+    return plain and isinstance(model_type, str) and grows_with_accumulation(model_type, subject.workload.model_class) is True
 
 
 def _attention(course: PlanningOutcome) -> dict[str, str]:

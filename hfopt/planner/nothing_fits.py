@@ -19,6 +19,7 @@ from hfopt.planner.target import TargetDevice
 from hfopt.schema import Candidate, Checkpointing, Lora, MemoryPeak, Quantization, TrainJob
 from hfopt.units import format_bytes
 
+WOULD_FIT = "What would fit:"
 SHORTEST = 64
 MOST_CARDS = 64
 
@@ -37,7 +38,7 @@ def nothing_fits(subject: Subject, device: TargetDevice, pricing: Pricing, found
     peak = pricing.memory(smallest)
     lines = list(_remedies(subject, device, pricing, smallest, peak))
     need = f"even {_words(smallest, device.stored_in(subject.workload))} needs {format_bytes(peak.device_bytes)}"
-    hint = "What would fit:\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
+    hint = f"{WOULD_FIT}\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
     return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with", hint=hint)
 
 

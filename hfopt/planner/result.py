@@ -110,6 +110,7 @@ class Plan:
         facts = self.facts
         return {
             "assumed": [dataclasses.asdict(item) for item in facts.assumed],
+            "warnings": list(facts.warnings),
             "effective_batch": facts.effective_batch,
             "device": device_name(facts),
             "budget_bytes": facts.budget_bytes,

@@ -35,7 +35,7 @@ def plan_markdown(facts: PlanFacts) -> str:
 
 
 def _assumed(facts: PlanFacts) -> list[str]:
-    return [assumed_words(facts.assumed)] if facts.assumed else []
+    return [*([assumed_words(facts.assumed)] if facts.assumed else []), *(f"Warning: {warning}" for warning in facts.warnings)]
 
 
 def _title(facts: PlanFacts) -> str:

@@ -13,6 +13,7 @@ _MOST_OTHERS = 8
 def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
     pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device_words(facts)}", css="soft")]
     pieces += [html.paragraph(assumed_words(facts.assumed))] if facts.assumed else []
+    pieces += [html.paragraph(f"Warning: {warning}") for warning in facts.warnings]
     pieces.append(_summary(facts))
     changes = [(change.key, value_words(change.before), value_words(change.after), change.reason) for change in facts.changes]
     pieces.append(

@@ -76,6 +76,7 @@ def device_words(facts: PlanFacts) -> str:
 def _head(facts: PlanFacts) -> Iterator[Line]:
     yield "title", f"{facts.job.model.name or facts.job.path or 'model'} on {device_words(facts)}"
     yield from (("plain", line) for line in assumed_lines(facts.assumed))
+    yield from (("bad", f"WARNING: {warning}") for warning in facts.warnings)
     was, now = facts.before.candidate, facts.after.candidate
     old, new = facts.job.effective_batch, facts.effective_batch
     world = facts.job.world_size

@@ -62,6 +62,7 @@ class PlanFacts:
     correction: Correction | None = None  # before and after are predicted; the limits of the others are corrected by it
     neutrality: Neutrality | None = None
     assumed: tuple[Assumption, ...] = ()
+    warnings: tuple[str, ...] = ()  # said first, and to who asked for quiet too: this trains otherwise than it seems
     notes: tuple[str, ...] = ()
     engine: EngineChoice | None = None  # None: one device
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown

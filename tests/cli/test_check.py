@@ -51,6 +51,19 @@ def test_a_config_without_findings(run: Run, config: Path) -> None:
     assert "effective batch 24 = 4 per device × 2 accumulation × 3 processes" in err
 
 
+def test_a_head_that_ignores_the_accumulation_is_named(run: Run, config: Path) -> None:
+    faulty = "model: {name: bert-base-uncased, num_labels: 3}\n" + GOOD.replace("per_device", "training:\n  per_device").replace(
+        "\ng", "\n  g"
+    )
+    config.write_text(faulty.replace("\nlearning", "\n  learning"))
+    code, out, err = run(config)
+    assert (code, out) == (1, "")
+    assert f"{config}:4:3: warning: BertForSequenceClassification with gradient_accumulation_steps 2" in err and "47688" in err
+    for neutral in ("model_name_or_path: gpt2\n" + GOOD, "model_name_or_path: bert-base-uncased\nper_device_train_batch_size: 4\n"):
+        config.write_text(neutral)
+        assert run(config)[0] == 0
+
+
 def test_findings_are_told_with_their_lines(run: Run, config: Path) -> None:
     code, out, err = run(config)
     assert (code, out) == (1, "")

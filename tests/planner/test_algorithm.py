@@ -144,9 +144,7 @@ def test_what_was_kept_is_named_when_it_stands_in_the_way(tmp_path: Path, model:
 
 
 def test_a_config_that_does_not_fit_is_repaired_and_said_so(tmp_path: Path, model: Path) -> None:
-    result = plan(
-        write(tmp_path, model, per_device_train_batch_size=4096), Request(gpu=CARD, dry_run=False, vram_gib=1), estimator=remembered
-    )
+    result = made(write(tmp_path, model, per_device_train_batch_size=4096), vram_gib=1.0)
     assert not result.facts.before.fits and result.facts.after.fits
     assert result.facts.after.memory.device_bytes <= result.facts.budget_bytes
     assert "DOES NOT FIT" in result.report()
@@ -230,7 +228,29 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
     assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8
     assert any("not neutral" in advice.title for advice in kept.facts.advice)
     assert any("would change the gradients" in rejection.reason for rejection in kept.facts.rejected)
-    assert made(path).candidate.accumulation == 1
+    assert kept.facts.warnings and kept.report().splitlines()[3].startswith("WARNING: BertForSequenceClassification with gradient_acc")
+    assert kept.to_json()["warnings"] == list(kept.facts.warnings)
+    assert made(path).candidate.accumulation == 1 and not made(path).facts.warnings
+
+
+def test_a_trade_that_trains_something_else_is_refused_until_allowed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Neutrality(
+        model_class="BertForSequenceClassification",
+        transformers_version="5",
+        neutral=False,
+        ratio=4.0,
+        fixable=True,
+        reason="the head ignores the number of items",
+    )
+    monkeypatch.setattr("hfopt.probe.neutrality.probe", lambda job, workload: found)
+    path = write(tmp_path, model, per_device_train_batch_size=8192)
+    with pytest.raises(NothingFits, match="at the config's accumulation of 1") as refused:
+        plan(path, Request(gpu=CARD, dry_run=False, vram_gib=1.0), estimator=remembered)
+    hint = str(refused.value.hint).splitlines()
+    assert refused.value.exit_code == 3 and hint[0] == "What would fit:"
+    assert "hfopt run" in hint[1] and "--allow accumulation" in hint[2] and "ignores the number of items" in hint[2]
+    traded = made(path, vram_gib=1.0)
+    assert traded.candidate.accumulation > 1 and "--allow accumulation asks" in traded.facts.warnings[0]
 
 
 def test_a_loss_over_the_batch_keeps_its_batch(tmp_path: Path, model: Path) -> None:
