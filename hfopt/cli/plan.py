@@ -34,7 +34,7 @@ from hfopt.cli.options import (
     task_of,
 )
 from hfopt.cli.output import people, write_out
-from hfopt.errors import ConfigError
+from hfopt.errors import ConfigError, DryRunError
 
 if TYPE_CHECKING:
     from hfopt.planner import Plan, Request
@@ -123,7 +123,9 @@ def plan(
     made = _with_deepspeed_beside(made, None if as_diff else output)
     edited = made.edited()
     _tell(made, edited.stale_comments, quiet=quiet)
-    write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
+    failed = _failed(made)
+    if failed is None:
+        write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
     if json_file is not None:
         text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
         write_out(text.encode(), None if json_file == STDOUT else json_file)
@@ -131,6 +133,8 @@ def plan(
         from hfopt.report.plan_page import plan_page
 
         write_out(plan_page(made.facts, made.charts), None if html_file == STDOUT else html_file)
+    if failed is not None:
+        raise failed
 
 
 def _with_deepspeed_beside(made: Plan, output: Path | None) -> Plan:
@@ -161,6 +165,17 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
             return make(config, request, progress=status.update if status is not None else lambda text: None, estimator=ahead)
         finally:
             ahead.close()
+
+
+def _failed(made: Plan) -> DryRunError | None:
+    """A plan whose own dry run failed is told, not written: what failed here would fail there."""
+    trial = made.facts.trial
+    if trial is None or trial.outcome != "error":
+        return None
+    return DryRunError(
+        f"the dry run of the plan failed: {trial.message or 'no message'}; no config was written",
+        hint="mend what it names, or plan without it: --no-dry-run",
+    )
 
 
 def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:

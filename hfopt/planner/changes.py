@@ -77,7 +77,7 @@ def _batch(outcome: Outcome) -> Iterator[Wanted]:
     if not before.fits:
         why = f"{was.per_device_batch} does not fit ({format_bytes(before.memory.device_bytes)}); this takes {peak}"
     else:
-        why = f"{rate} predicted instead of {old_rate}; takes {peak}"
+        why = f"{rate} predicted{f' instead of {old_rate}' if before.runs else ''}; takes {peak}"
     yield "per_device_train_batch_size", chosen.per_device_batch, why
     factors = f"{chosen.per_device_batch} per device × {chosen.accumulation}"
     yield "gradient_accumulation_steps", chosen.accumulation, f"keeps the effective batch at {outcome.effective_batch}: {factors}"
@@ -87,12 +87,16 @@ def _precision(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
     chosen, was = outcome.after.candidate.precision, outcome.before.candidate.precision
     if chosen == was:
         return
-    why = {
-        "bf16": f"tensor cores of {outcome.device} at full rate, half the activation memory, the range of float32",
-        "fp16": f"the tensor cores of {outcome.device} know fp16 only; with loss scaling",
-        "tf32": f"float32 matmuls on the tensor cores of {outcome.device}; weights and activations stay float32",
-        "fp32": f"{outcome.device} has no {was}",
-    }[chosen]
+    fault = outcome.before.fault
+    why = (
+        fault
+        or {
+            "bf16": f"tensor cores of {outcome.device} at full rate, half the activation memory, the range of float32",
+            "fp16": f"the tensor cores of {outcome.device} know fp16 only; with loss scaling",
+            "tf32": f"float32 matmuls on the tensor cores of {outcome.device}; weights and activations stay float32",
+            "fp32": f"{outcome.device} has no {was}",
+        }[chosen]
+    )
     for name in ("fp16", "bf16", "tf32"):
         if name == chosen:
             yield name, True, why

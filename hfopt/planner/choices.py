@@ -123,12 +123,24 @@ def current_candidate(subject: Subject) -> Candidate:
 
 
 def precisions_of(subject: Subject, device: TargetDevice, current: Candidate) -> Precisions:
+    stored = device.stored_in(subject.workload)
     facts = NumericFacts(
         family=subject.workload.model_class,
-        weights_dtype=device.stored_in(subject.workload),
+        weights_dtype=stored,
         trained_in=device.trained_in(subject.workload),
+        gradients_in=_gradients_in(subject, stored),
     )
     return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
+
+
+def _gradients_in(subject: Subject, stored: str | None) -> str | None:
+    """Of what trains: adapters are float32 on any model; DeepSpeed scales in a way of its own."""
+    if subject.job.args.get("deepspeed"):
+        return None
+    if subject.trainer is None:
+        return None if subject.job.model.lora is not None else stored
+    types = {str(one.dtype).removeprefix("torch.") for one in subject.trainer.model.parameters() if one.requires_grad}
+    return next((kind for kind in ("bfloat16", "float16") if kind in types), None)
 
 
 def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: Precisions, current: Candidate) -> Space:

@@ -174,7 +174,7 @@ def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen
     demand = winner_time if measured_s is None else replace(winner_time, step_s=measured_s)
     before = feeding.chosen(current, pricing.time(current), course.before[0], fits=course.before[1], loader=feeding.current())
     after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, demand))
-    return before, after
+    return replace(before, fault=course.allowed.fault), after
 
 
 def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Change, ...]:
@@ -192,6 +192,18 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
+    fault = course.allowed.fault
+    wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
+    return (*wrong, *_growing(course))
+
+
+def _instead(winner: Candidate) -> str:
+    if winner.precision == "bf16":
+        return "bf16 takes its place"
+    return "planned without it; for fp16 load the model in float32 (dtype: float32)"
+
+
+def _growing(course: PlanningOutcome) -> tuple[str, ...]:
     """A head whose gradients grow with the accumulation, in what the config has or in what was traded by the user's leave."""
     subject, winner = course.subject, course.result.winner[0]
     known, live = course.neutrality, subject.trainer is not None

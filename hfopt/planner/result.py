@@ -190,4 +190,5 @@ def _chosen(chosen: Chosen) -> dict[str, Any]:
         "breakdown": None if chosen.memory.breakdown is None else dataclasses.asdict(chosen.memory.breakdown),
         "dataloader_num_workers": chosen.loader.workers,
         "fits": chosen.fits,
+        "fault": chosen.fault,
     }

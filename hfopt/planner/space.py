@@ -27,6 +27,7 @@ class Precisions:
     allowed: tuple[Precision, ...]
     ruled_out: tuple[tuple[Precision, str], ...]
     warnings: tuple[str, ...] = ()
+    fault: str | None = None  # why the config's own precision cannot train at all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,10 +37,13 @@ class NumericFacts:
     family: str
     weights_dtype: str | None = None  # what the weights are stored in during training; None is float32
     trained_in: str | None = None  # what the published weights were trained in
+    gradients_in: str | None = None  # the type of the gradients that a GradScaler would see; None is float32
 
 
 def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep: bool = False) -> Precisions:
     """The precisions to try, the user's own first."""
+    if current == "fp16" and facts.gradients_in in _UNSCALABLE:
+        return _instead_of_fp16(gpu, facts, keep=keep)
     if gpu is None:
         return Precisions(allowed=(current,), ruled_out=(), warnings=())
     if keep:
@@ -63,6 +67,25 @@ def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep
         allowed.remove(current)
         ruled_out.append((current, f"{gpu.name} has no {current}: it needs compute capability 8.0"))
     return Precisions(allowed=tuple(allowed), ruled_out=tuple(ruled_out), warnings=_fp16_warnings(allowed, facts))
+
+
+_UNSCALABLE = {
+    "bfloat16": "PyTorch has no kernel to unscale bfloat16 gradients (NotImplementedError at the first step)",
+    "float16": "PyTorch refuses to unscale float16 gradients (ValueError at the first step)",
+}
+"""Types of gradients that a GradScaler cannot take: torch/amp/grad_scaler.py and _amp_foreach_non_finite_check_and_unscale_."""
+
+
+def _instead_of_fp16(gpu: Gpu | None, facts: NumericFacts, *, keep: bool) -> Precisions:
+    """bf16 where the device has it, else the weights' own type without autocast."""
+    stored = str(facts.gradients_in)
+    fault = f"fp16: true cannot train weights stored in {stored}: {_UNSCALABLE[stored]}"
+    if keep:
+        raise ConfigError(f"{fault}, and it is to be kept", hint="do not keep fp16, or load the model in float32 (dtype: float32)")
+    instead: Precision = "bf16" if stored == "bfloat16" and (gpu is None or gpu.supports("bf16")) else "fp32"
+    others: tuple[Precision, ...] = ("fp16", "bf16", "tf32", "fp32")
+    ruled_out = tuple((other, fault if other == "fp16" else f"the weights are stored in {stored}") for other in others if other != instead)
+    return Precisions(allowed=(instead,), ruled_out=ruled_out, fault=fault)
 
 
 def _why_not(precision: Precision, gpu: Gpu, current: Precision, facts: NumericFacts) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hfopt.report import html, plan_charts
-from hfopt.report.text import assumed_words, candidate_words, device_words, place_words, value_words, why_not
+from hfopt.report.text import FAILED, assumed_words, candidate_words, device_words, place_words, value_words, why_not
 from hfopt.schema import PlanCharts, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -30,13 +30,19 @@ def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
 
 def _summary(facts: PlanFacts) -> str:
     before, after = facts.before, facts.after
-    gain = f"{after.time.samples_per_s / before.time.samples_per_s:.2f}×" if before.fits and before.time.samples_per_s else "n/a"
+    claimed = before.runs and bool(before.time.samples_per_s) and (facts.trial is None or facts.trial.outcome not in FAILED)
+    gain = f"{after.time.samples_per_s / before.time.samples_per_s:.2f}×" if claimed else "n/a"
     trial, old = facts.trial, facts.job.effective_batch
     verified = "not verified on a device" if trial is None else f"{trial.outcome} on {place_words(trial)}"
     return html.tiles(
         [
             (format_rate(after.time.samples_per_s, "samples"), "predicted throughput"),
-            (gain, "against the config as it was" if before.fits else "the config as it was does not fit"),
+            (
+                gain,
+                "against the config as it was"
+                if before.runs
+                else f"the config as it was {'cannot run' if before.fits else 'does not fit'}",
+            ),
             (format_bytes(after.memory.device_bytes), "predicted peak device memory"),
             (format_percent(after.time.gpu_utilization), "predicted GPU utilization"),
             (

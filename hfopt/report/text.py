@@ -17,6 +17,7 @@ from hfopt.units import format_bytes, format_percent, format_rate, format_second
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
 ASSUMED_WIDTH = 140
 RUNNERS_UP = 4
+FAILED = ("error", "timeout")  # outcomes of a dry run after which no speed is claimed
 REJECTED = 4
 TIE = 0.02  # as the search's ranking has it: times closer than this are equal
 
@@ -119,7 +120,9 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
         yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data.samples)}"
     yield from _range_and_power(facts)
     gain = facts.after.time.samples_per_s / facts.before.time.samples_per_s
-    if facts.before.fits:
+    if facts.trial is not None and facts.trial.outcome in FAILED:
+        yield "bad", f"  no gain is claimed: the dry run on {place_words(facts.trial)} did not end well"
+    elif facts.before.runs:
         yield "good", f"  {gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "  as fast as before"
     found = facts.correction
     if found is not None and found.measured_step_s is not None and facts.trial is not None:
@@ -166,6 +169,8 @@ def _speed_words(chosen: Chosen, samples: int | None) -> str:
         parts.append(f"MFU {format_percent(time.mfu)}")
     if samples:
         parts.append(f"{format_seconds(samples / time.samples_per_s)} an epoch")
+    if chosen.fault is not None:
+        return "cannot run as it is"
     return ", ".join(parts) if chosen.fits else f"does not fit (would be {parts[0]})"
 
 

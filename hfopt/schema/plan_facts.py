@@ -22,6 +22,11 @@ class Chosen:
     time: StepTime
     loader: LoaderPlan
     fits: bool
+    fault: str | None = None  # why it cannot run at all, so that no speed of it means anything
+
+    @property
+    def runs(self) -> bool:
+        return self.fits and self.fault is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

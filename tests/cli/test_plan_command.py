@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from hfopt.cli import main
 from hfopt.cli.plan import _diff
-from hfopt.schema import Change
+from hfopt.planner import Request, plan
+from hfopt.schema import Change, Trial
 
 CONFIG = {
     "model_type": "bert",
@@ -85,10 +88,26 @@ def test_nothing_fits_is_exit_3_with_an_empty_stdout(config: Path) -> None:
 
 
 @pytest.mark.slow
-def test_quiet_and_output_file_leave_both_streams_empty(config: Path, tmp_path: Path) -> None:
+def test_quiet_and_output_file_leave_only_the_warning(config: Path, tmp_path: Path) -> None:
     result = hfopt("plan", config, "--gpu", "rtx 3070", "--no-dry-run", "--quiet", "-o", tmp_path / "out.yaml")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (result.returncode, result.stdout) == (0, "")
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("WARNING: BertForSequenceClassification with gradient_accumulation_steps 6")
     assert yaml.safe_load((tmp_path / "out.yaml").read_text())["max_seq_length"] == 32
+
+
+def test_a_plan_whose_dry_run_failed_is_not_written(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = plan(config, Request(gpu="rtx 3070", dry_run=False))
+    trial = Trial(device="virtual", candidate=made.candidate, outcome="error", message="NotImplementedError: BFloat16")
+    monkeypatch.setattr("hfopt.cli.plan._made", lambda *_, **__: replace(made, facts=replace(made.facts, trial=trial)))
+    monkeypatch.setattr(sys, "argv", ["hfopt", "plan", str(config), "-q", "--json", str(tmp_path / "plan.json")])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    assert (stopped.value.code, out) == (4, "") and "NotImplementedError: BFloat16" in err and "--no-dry-run" in err
+    assert json.loads((tmp_path / "plan.json").read_text())["verified"]["outcome"] == "error"
 
 
 def test_the_diff_gives_the_reasons_and_is_a_patch(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hfopt.errors import ConfigError
 from hfopt.planner.space import NumericFacts, precisions
 from hfopt.schema import Gpu, Precision
 
@@ -53,6 +54,25 @@ def test_t5_never_goes_to_fp16() -> None:
 def test_fp16_for_a_model_trained_in_bf16_comes_with_a_warning() -> None:
     assert precisions(card(7, 5), "fp32", LLAMA).warnings
     assert not precisions(card(7, 5), "fp32", BERT).warnings
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stored", "instead"),
+    [(card(8), "bfloat16", "bf16"), (None, "bfloat16", "bf16"), (card(7, 5), "bfloat16", "fp32"), (card(8), "float16", "fp32")],
+)
+def test_fp16_on_half_precision_gradients_is_a_fault_of_the_config(gpu: Gpu | None, stored: str, instead: Precision) -> None:
+    facts = NumericFacts(family="LlamaForCausalLM", weights_dtype=stored, gradients_in=stored)
+    found = precisions(gpu, "fp16", facts)
+    assert found.allowed == (instead,) and found.fault is not None and f"weights stored in {stored}" in found.fault
+    assert sorted([*found.allowed, *(precision for precision, _ in found.ruled_out)]) == ["bf16", "fp16", "fp32", "tf32"]
+    with pytest.raises(ConfigError, match="is to be kept"):
+        precisions(gpu, "fp16", facts, keep=True)
+
+
+def test_fp16_with_float32_adapters_on_half_precision_weights_is_none() -> None:
+    adapted = NumericFacts(family="LlamaForCausalLM", weights_dtype="bfloat16", gradients_in=None)
+    found = precisions(card(8), "fp16", adapted)
+    assert found.allowed == ("fp16",) and found.fault is None
 
 
 def test_fp16_stays_where_the_user_has_it() -> None:

@@ -60,6 +60,22 @@ def test_what_was_assumed_is_the_second_line_with_its_guesses_marked(facts: Plan
     assert "assumed" not in plan_text(facts)
 
 
+@pytest.mark.parametrize(("outcome", "claims"), [("ok", True), ("error", False), ("timeout", False)])
+def test_no_speed_is_claimed_after_a_dry_run_that_failed(facts: PlanFacts, outcome: str, claims: bool) -> None:
+    trial = Trial(device="virtual", candidate=facts.after.candidate, outcome=outcome, message="NotImplementedError")  # type: ignore[arg-type]
+    told = replace(facts, before=replace(facts.before, fits=True), trial=trial)
+    assert ("times the throughput" in plan_text(told)) is claims
+    assert ("n/a" in plan_page(told, PlanCharts()).decode()) is not claims
+
+
+def test_no_speed_is_claimed_against_settings_that_cannot_run(facts: PlanFacts) -> None:
+    told = replace(facts, before=replace(facts.before, fits=True, fault="fp16 cannot train this"), warnings=("fp16 cannot train this",))
+    text = plan_text(told)
+    assert "times the throughput" not in text and "before  cannot run as it is" in text
+    assert text.splitlines()[1] == "WARNING: fp16 cannot train this"
+    assert "the config as it was cannot run" in plan_page(told, PlanCharts()).decode()
+
+
 def test_the_machine_is_named_as_it_is(facts: PlanFacts) -> None:
     card = facts.hardware.gpus[0]
     assert device_words(facts) == "RTX 3070, 8.00 GiB (found here)"
