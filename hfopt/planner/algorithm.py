@@ -20,12 +20,13 @@ from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of, tried_eval_batch
 from hfopt.planner.conclusion import PlanningOutcome, concluded
+from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.nothing_fits import WOULD_FIT, nothing_fits
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.planner.search import SearchResult, best_first
+from hfopt.planner.search import TIE, SearchResult, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.planner.target import device_of
 from hfopt.planner.trace_ahead import Estimator
@@ -69,7 +70,13 @@ def plan_subject(
     pricing.expect(likely(candidates(space), device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
-    found = search()
+    feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
+
+    def searched() -> SearchResult:
+        found = search()
+        return found if device.gpu is None or not found.ranked else unless_for_nothing(found, current, feeding)
+
+    found = searched()
     if not found.ranked:
         raise search.explained(nothing_fits(subject, device, pricing, found))
     before = pricing.memory(current), pricing.fits(current)
@@ -77,7 +84,7 @@ def plan_subject(
     def tried(candidate: Candidate) -> Trial | None:
         return run(candidate, tried_eval_batch(subject, pricing, candidate))
 
-    result = confirmed(found, search, pricing, tried, timed_from=current if device.gpu is None else None)
+    result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
     course = PlanningOutcome(
         subject=subject,
         request=request,
@@ -87,6 +94,7 @@ def plan_subject(
         pricing=pricing,
         current=current,
         before=before,
+        feeding=feeding,
         result=result,
         neutrality=search.neutrality,
     )
@@ -162,6 +170,19 @@ class Search:
         _, _, others = (error.hint or "").partition(f"{WOULD_FIT}\n")
         hint = "\n".join([WOULD_FIT, *(f"    - {line}" for line in lines), *([others] if others else [])])
         return NothingFits(f"{error}, at the config's accumulation of {self.subject.job.accumulation}", hint=hint)
+
+
+def unless_for_nothing(found: SearchResult, current: Candidate, feeding: Feeding) -> SearchResult:
+    """The config's own settings first, where the loader allows the winner no more samples than them: it would take memory for nothing."""
+    (winner, time), own = found.ranked[0], dict(found.ranked).get(current)
+    if own is None or winner == current or winner.per_device_batch < current.per_device_batch:
+        return found
+    loader = feeding.planned(winner, time)
+    rates = [feeding.fed(one, alone, loader).samples_per_s for one, alone in ((winner, time), (current, own))]
+    if rates[0] > (1 + TIE) * rates[1]:
+        return found
+    others = tuple(pair for pair in found.ranked if pair[0] != current)
+    return replace(found, ranked=((current, own), *others))
 
 
 def _unknown(subject: Subject) -> Neutrality:

@@ -203,7 +203,8 @@ KEY = "per_device_eval_batch_size"
 
 
 def eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[int, str] | None:
-    """The new value with its reason; None where the config's own stays."""
+    """The new value with its reason; None where the config's own stays. It is never lowered: what training can hold says nothing
+    against a batch that keeps no activations."""
     args = subject.job.args
     if not evaluates(args):
         return None
@@ -211,10 +212,9 @@ def eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[i
     limit = pricing.known_limit(winner) or winner.per_device_batch
     wanted = min(limit, 2 * winner.per_device_batch)
     wanted = wanted // 8 * 8 if wanted >= 8 else wanted
-    if wanted <= now <= limit:
+    if wanted <= now:
         return None
-    why = "evaluation keeps no activations: it can hold what training holds" if wanted > now else f"at most {limit} is known to fit"
-    return wanted, why
+    return wanted, "evaluation keeps no activations: it can hold what training holds"
 
 
 def tried_eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> int | None:

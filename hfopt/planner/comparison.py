@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.errors import HfoptError, NothingFits
+from hfopt.errors import ConfigError, HfoptError, NothingFits
 from hfopt.hardware.detect import named
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.step_memory import Estimate, context_bytes, estimate
 from hfopt.planner.algorithm import plan_subject
-from hfopt.planner.request import Request, Subject, from_file
+from hfopt.planner.request import USE_CPU, Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.schema import Assumption, StepSettings, Workload
 from hfopt.speed.efficiency import cards_error
@@ -97,6 +97,8 @@ def compare_cards(config: Path, names: Sequence[str], request: Request, *, price
     """A row per card, in the order given."""
     traces = SharedTraces()
     subject = from_file(config, replace(request, gpu=names[0]))
+    if subject.job.args.get(USE_CPU) is True:
+        raise ConfigError(f"{config}: {USE_CPU}: true, so no card is used", hint=f"drop {USE_CPU} to compare cards")
     return tuple(_row(subject, name, request, traces, prices or {}) for name in names)
 
 

@@ -118,6 +118,7 @@ class PlanningOutcome:
     allowed: Precisions
     pricing: Pricing
     current: Candidate
+    feeding: Feeding
     before: tuple[MemoryPeak, bool]  # predicted before any correction, and whether it fits
     result: Confirmed
     neutrality: Neutrality | None
@@ -126,8 +127,7 @@ class PlanningOutcome:
 def concluded(course: PlanningOutcome) -> Plan:
     subject, device, pricing, result = course.subject, course.device, course.pricing, course.result
     winner, winner_time = result.winner
-    feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
-    before, after = _before_and_after(course, feeding)
+    before, after = _before_and_after(course, course.feeding)
     facts = PlanFacts(
         job=subject.job,
         hardware=subject.hardware,
@@ -136,7 +136,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         before=before,
         after=after,
         changes=_changes(course, before, after),
-        alternatives=_alternatives(course, feeding, after.loader),
+        alternatives=_alternatives(course, course.feeding, after.loader),
         rejected=result.found.rejected,
         trial=result.verdict.trial,
         correction=result.correction,

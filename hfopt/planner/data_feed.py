@@ -43,7 +43,7 @@ class Feeding:
         )
 
     def planned(self, candidate: Candidate, time: StepTime) -> LoaderPlan:
-        """The smallest loader that keeps up; where nothing was measured, a loader the user has is not taken away altogether."""
+        """The smallest loader that keeps up; where nothing was measured, no worker that the user has is taken away."""
         demand = Demand(
             micro_batch=candidate.per_device_batch,
             step_s=time.step_s,
@@ -57,14 +57,23 @@ class Feeding:
         most = self.subject.most_workers
         if most is not None and plan.workers > most:
             plan = replace(plan, workers=most, reason=f"{plan.reason}; the data has shards for {most}")
-        if plan.workers == 0 and now.workers > 0 and not self.cost.measured:
-            reason = f"one is enough by a typical sample's cost ({self.cost.source}), and 0 would rest on that guess"
-            plan = replace(plan, workers=1, prefetch_factor=2, persistent_workers=now.persistent_workers, reason=reason)
+        if plan.workers < now.workers and not self.cost.measured:
+            plan = self._no_fewer(now)
         if plan.workers == now.workers:
             plan = replace(plan, persistent_workers=now.persistent_workers or plan.persistent_workers)
         if not self.on_gpu and self.cost.busy_share >= WAITING:
             plan = now  # workers would take the cores that compute
         return self._with_kept(plan, now)
+
+    def _no_fewer(self, now: LoaderPlan) -> LoaderPlan:
+        """The config's own loader, for fewer workers would rest on a guess; only cores and shards that are not there are no guess."""
+        cores = int(self.machine.cores) // max(1, self.ranks)
+        most = [count for count in (cores, self.subject.most_workers) if count is not None]
+        if now.workers <= min(most):
+            return now
+        fewest = max(1, min(most))
+        why = "one a core of this machine" if fewest == cores else f"the data has shards for {fewest}"
+        return replace(now, workers=fewest, reason=why)
 
     def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:
         return Chosen(candidate=candidate, memory=memory, time=self.fed(candidate, time, loader), loader=loader, fits=fits)

@@ -19,6 +19,7 @@ from hfopt.units import GIB, parse_rate
 LrScaling = Literal["none", "sqrt", "linear"]
 Progress = Callable[[str], None]
 LINKS = ("nvlink", "pcie", "network")
+USE_CPU = "use_cpu"  # of TrainingArguments; `no_cuda` is read as this
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,8 @@ class Subject:
         size = Assumption(what="data size", value=None if samples is None else f"{samples} samples", settle="--samples")
         host, away = self.hardware.host, self.hardware.hypothetical
         cores = f"of {host.cores:g} cores" + (" as here" if away else "")
-        return (*self.workload.assumed, size, Assumption(what="host", value=cores, guessed=away))
+        device = (Assumption(what="device", value=f"CPU ({USE_CPU}: true)"),) if self.job.args.get(USE_CPU) is True else ()
+        return (*device, *self.workload.assumed, size, Assumption(what="host", value=cores, guessed=away))
 
     @property
     def folder(self) -> Path | None:
@@ -139,6 +141,11 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     devices = max(1, len(hardware.gpus)) * request.nodes
     world = _data_parallel(devices, request.model_parallel)
     loaded = load(path, section=request.section, world_size=world)
+    on_cpu = loaded.job is not None and loaded.job.args.get(USE_CPU) is True
+    if on_cpu and hardware.gpus:
+        hardware, devices = replace(hardware, gpus=(), notes=()), request.nodes
+        world = _data_parallel(devices, request.model_parallel)
+        loaded = load(path, section=request.section, world_size=world)
     repairs: tuple[str, ...] = ()
     if any(item.repair for item in loaded.found):
         repaired = upgrade(loaded)
@@ -159,9 +166,14 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     job = replace(job, kept=job.kept | fixed.keys())
     known(job, hardware)
     workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    return Subject(
-        job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=(*_misspelt(loaded), *_fixed(fixed))
-    )
+    notes = (*(_on_cpu(request) if on_cpu else ()), *_misspelt(loaded), *_fixed(fixed))
+    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=notes)
+
+
+def _on_cpu(request: Request) -> tuple[str, ...]:
+    asked_for = request.gpu or (None if request.vram_gib is None else "a card")
+    beside = f"; {asked_for} is not used while it is set" if asked_for is not None else ""
+    return (f"{USE_CPU}: true: the run computes on the CPU, so that is what is planned for{beside}",)
 
 
 def _check_named(job: TrainJob, path: Path) -> None:

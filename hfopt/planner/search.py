@@ -2,8 +2,9 @@
 
 The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
 
-Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: fewer accumulation steps (and with them
-the batch is said), no checkpointing, the checkpointing and the precision the user has.
+Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: the config's own settings, for a change is
+made for a gain; else fewer accumulation steps (and with them the batch is said), no checkpointing, the checkpointing and the precision
+the user has.
 
 Which candidates fit: each is held against the largest batch its memory curve allows, and a rejected one keeps its reason.
 
@@ -56,6 +57,7 @@ def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object
         candidate.attn_implementation is not None,
     )
     return (
+        candidate != current,  # a change is made for a gain
         sum(extras),
         candidate.accumulation,
         candidate.checkpointing.on,

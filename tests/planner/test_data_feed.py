@@ -30,9 +30,17 @@ def planned(*, hypothetical: bool = False, on_gpu: bool = True, dataset: Any = N
 
 
 def test_a_card_elsewhere_has_the_cores_for_the_workers_of_the_config() -> None:
-    assert planned(dataloader_num_workers=2).workers == 1
+    assert planned().workers == 1
     elsewhere = planned(hypothetical=True, dataloader_num_workers=2)
     assert elsewhere.workers == 2 and "hold the step back" not in elsewhere.reason
+
+
+def test_no_worker_is_taken_away_on_a_guess() -> None:
+    kept = planned(hypothetical=True, dataloader_num_workers=32, dataloader_prefetch_factor=4)
+    assert (kept.workers, kept.prefetch_factor, kept.measured) == (32, 4, False)
+    here = planned(dataloader_num_workers=32)
+    assert here.workers == 2 and here.reason == "one a core of this machine"
+    assert planned(dataset=Slow(waits=False), hypothetical=True, dataloader_num_workers=32).measured
 
 
 class Slow:

@@ -41,8 +41,15 @@ def test_the_first_is_within_a_tie_of_the_fastest(effective: int, random: object
         assert later.step_s >= earlier.step_s / (1 + TIE)
 
 
+def test_ties_go_to_the_configs_own_settings() -> None:
+    mine = Candidate(per_device_batch=8, accumulation=12, precision="fp32", checkpointing=Checkpointing(every_n_layers=1))
+    assert mine in every(96)
+    assert rank(every(96), lambda candidate: step(1.0), current=mine)[0][0] == mine
+    assert rank(every(96), lambda candidate: step(1.03 if candidate == mine else 1.0), current=mine)[0][0] != mine
+
+
 def test_ties_go_to_fewer_accumulation_steps_then_no_checkpointing() -> None:
-    mine = Candidate(per_device_batch=8, accumulation=12, precision="fp32")
+    mine = Candidate(per_device_batch=5, accumulation=19, precision="fp32")
     ordered = rank(every(96), lambda candidate: step(1.0), current=mine)
     assert ordered[0][0] == Candidate(per_device_batch=96, accumulation=1, precision="fp32")
     assert [c.accumulation for c, _ in ordered] == sorted(c.accumulation for c, _ in ordered)

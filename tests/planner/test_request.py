@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hfopt.errors import ConfigError
 from hfopt.planner import request
+from hfopt.planner.comparison import compare_cards
 from hfopt.planner.request import Request, from_file
 
 
@@ -65,3 +67,16 @@ def test_a_deepspeed_config_that_says_otherwise_would_not_start(with_deepspeed: 
     with pytest.raises(ConfigError, match=said):
         with_deepspeed(deepspeed)
     assert not with_deepspeed(deepspeed, engine="ddp").job.kept  # another engine was asked for, and the file is not read
+
+
+@pytest.mark.parametrize("key", ["use_cpu", "no_cuda"])
+def test_a_config_that_uses_no_card_is_planned_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    path = tmp_path / "train.yaml"
+    path.write_text(f"model_name_or_path: m\nper_device_train_batch_size: 4\n{key}: true\n")
+    subject = from_file(path, Request(gpu="rtx 3070", num_gpus=2))
+    assert subject.hardware.gpus == () and subject.job.world_size == 1 and subject.job.effective_batch == 4
+    assert any("planned for; rtx 3070 is not used" in note for note in subject.notes)
+    assert subject.assumed[0].what == "device" and "CPU" in str(subject.assumed[0].value)
+    with pytest.raises(ConfigError, match="no card is used"):
+        compare_cards(path, ["t4"], Request())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.planner.search import TIE, best_first
+from hfopt.planner.algorithm import unless_for_nothing
+from hfopt.planner.search import TIE, SearchResult, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
 
@@ -164,3 +166,23 @@ def test_the_winner_fits_at_its_own_batch_and_nobody_else_is_asked() -> None:
     assert [c.per_device_batch for c in models.asked] == [36, 24]
     reason = next(r.reason for r in found.rejected if r.candidate.per_device_batch == 36)
     assert reason == "batch 36 does not fit into 1.00 GiB: at this batch more is kept in the cache"
+
+
+@pytest.mark.parametrize(("limit", "wins"), [(100.0, "own"), (None, "other")])
+def test_what_the_loader_does_not_let_run_faster_is_no_gain(limit: float | None, wins: str) -> None:
+    own = Candidate(per_device_batch=4, accumulation=4, precision="bf16")
+    other = Candidate(per_device_batch=16, accumulation=1, precision="bf16")
+
+    def time(rate: float) -> StepTime:
+        return StepTime(step_s=16 / rate, busy_s=0.0, samples_per_s=rate, tokens_per_s=None, mfu=None, bound="compute")
+
+    class Loader:
+        def planned(self, candidate: Candidate, alone: StepTime) -> None:
+            return None
+
+        def fed(self, candidate: Candidate, alone: StepTime, loader: object) -> StepTime:
+            return time(min(alone.samples_per_s, limit or alone.samples_per_s))
+
+    found = SearchResult(ranked=((other, time(300.0)), (own, time(200.0))), rejected=())
+    first = unless_for_nothing(found, own, Loader()).ranked[0][0]  # type: ignore[arg-type]
+    assert first == {"own": own, "other": other}[wins]
