@@ -11,9 +11,9 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 
+from hfopt.compat.versions import source_folder
 from hfopt.facts.training_keys import installed
 
 _TABLES = {
@@ -34,7 +34,7 @@ _GENERIC = "modeling_layers.py"  # heads that several models share
 
 def class_for(model_type: str, task: str) -> str | None:
     """The class that the auto class of this task builds for this model type."""
-    folder = _transformers()
+    folder = source_folder("transformers")
     if folder is None or task not in _TABLES:
         return None
     table = re.search(rf"^MODEL_FOR_{_TABLES[task]}_MAPPING_NAMES = .*?^\)$", _text(folder / "models/auto/modeling_auto.py"), re.M | re.S)
@@ -44,7 +44,7 @@ def class_for(model_type: str, task: str) -> str | None:
 
 def grows_with_accumulation(model_type: str, class_name: str) -> bool | None:
     """Are the gradients of this class k times as large in k micro-batches, with the plain Trainer? None: its source does not show it."""
-    folder = _transformers()
+    folder = source_folder("transformers")
     if folder is None:
         return None
     name = model_type.replace("-", "_")
@@ -93,7 +93,7 @@ def _grows(file: Path, class_name: str) -> bool | None:
 @cache
 def _heads(file: Path) -> dict[str, tuple[ast.ClassDef, ...]]:
     """Every class of the file with its bases, nearest first, as far as they stand there or among the generic heads."""
-    folder = _transformers()
+    folder = source_folder("transformers")
     shared = _classes(folder / _GENERIC) if folder is not None else {}
     own = _classes(file)
     known = {**shared, **own}
@@ -136,9 +136,3 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-@cache
-def _transformers() -> Path | None:
-    spec = find_spec("transformers")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None

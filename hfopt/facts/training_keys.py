@@ -61,6 +61,22 @@ def read(folder: Path, version: str) -> Installed:
     )
 
 
+@cache
+def trl_config(trainer: str) -> Mapping[str, Field]:
+    """The fields that the installed TRL's config of this trainer (SFT, DPO, ...) adds to TrainingArguments or sets anew; {} without TRL."""
+    package = source_folder("trl")
+    if package is None:
+        return {}
+    folder = package / "trainer"
+    found: dict[str, Field] = {}
+    for file, name in (("base_config.py", "_BaseConfig"), (f"{trainer.lower()}_config.py", f"{trainer}Config")):
+        path = folder / file
+        source = path.read_text(encoding="utf-8") if path.exists() else ""
+        if re.search(rf"^class {name}\b", source, re.MULTILINE):
+            found |= _fields(source, name, {})
+    return found
+
+
 def _class_head(source: str, name: str) -> ast.ClassDef | None:
     """The class up to its first method, its docstring left out: what is worth parsing of a 3,000-line file."""
     match = re.search(rf"^class {name}\b.*$", source, re.MULTILINE)

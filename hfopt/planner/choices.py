@@ -117,9 +117,23 @@ def current_candidate(subject: Subject) -> Candidate:
         precision=precision_of(job.args),
         checkpointing=checkpointing_of(job.args),
         torch_compile=job.args.get("torch_compile") is True,
-        use_liger_kernel=job.args.get("use_liger_kernel") is True
-        and True in liger_choices(subject, frozenset({"use_liger_kernel"})).values,
+        use_liger_kernel=runs_liger(subject),
     )
+
+
+def runs_liger(subject: Subject) -> bool:
+    """The config sets it, and its fused loss is one that can be traced; the package need not be here for that."""
+    return subject.job.args.get(LIGER) is True and _why_no_liger(subject) is None
+
+
+def liger_note(subject: Subject) -> tuple[str, ...]:
+    """What is made of a `use_liger_kernel: true` of the config."""
+    if subject.job.args.get(LIGER) is not True or subject.trainer is not None:  # of a live one its own rules speak
+        return ()
+    if (why_not := _why_no_liger(subject)) is not None:
+        return (f"{LIGER}: true is set; what it saves is not in the figures ({why_not}), so there is more room than they say",)
+    where = "" if _liger_folder() is not None else "; the package is not installed here, so by rule"
+    return (f"{LIGER}: true is in the figures with its fused loss alone{where}: what its other kernels save comes on top",)
 
 
 def precisions_of(subject: Subject, device: TargetDevice, current: Candidate) -> Precisions:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
-from hfopt.planner.choices import attention_choices, defaults, eval_batch, liger_choices
+from hfopt.planner.choices import attention_choices, defaults, eval_batch, liger_choices, liger_note
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.grpo import batch_rule, check_generation
 from hfopt.planner.pricing import Pricing
@@ -235,6 +236,8 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     yield from (f"repaired for transformers {installed().version}: {repair}" for repair in subject.repairs)
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
+    yield from unseen(subject.job.args, subject.job.trainer)
+    yield from liger_note(subject)
     yield from batch_rule(subject.job).notes
     yield from _shapes(course)
     yield from course.allowed.warnings

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Literal
 
 from hfopt.errors import NothingFits, VirtualGpuError
@@ -232,6 +233,9 @@ class Tryout:
             return None
         if self._where == "virtual" and (own := _own_kernels(candidate)) is not None:
             self.note = f"not rehearsed: {own} brings CUDA code of its own, which the virtual GPU does not run"
+            return None
+        if candidate.use_liger_kernel and find_spec("liger_kernel") is None:
+            self.note = "not tried: use_liger_kernel needs the package liger-kernel, which is not installed here"
             return None
         device = self._gpu.name if self._gpu is not None else "the CPU"
         virtual = " (virtual)" if self._where == "virtual" else ""

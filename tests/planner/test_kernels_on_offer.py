@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from hfopt.hardware import catalog
 from hfopt.planner import Request
-from hfopt.planner.choices import attention_choices, eval_batch, liger_choices
+from hfopt.planner.choices import attention_choices, eval_batch, liger_choices, liger_note, runs_liger
 from hfopt.planner.request import Subject, from_file
 from hfopt.schema import Candidate
 
@@ -86,3 +87,12 @@ def test_the_evaluation_batch_is_raised_or_left(now: int, limit: int, planned: i
     pricing: Any = SimpleNamespace(known_limit=lambda candidate: limit)
     found = eval_batch(subject, pricing, Candidate(per_device_batch=16, accumulation=1, precision="bf16"))
     assert (None if found is None else found[0]) == planned
+
+
+def test_liger_of_the_file_is_in_the_figures_or_named(tmp_path: Path) -> None:
+    llama = subject(tmp_path, LLAMA, "use_liger_kernel: true\n")
+    assert runs_liger(llama) and "fused loss" in liger_note(llama)[0]
+    assert ("by rule" in liger_note(llama)[0]) is (find_spec("liger_kernel") is None)
+    bert = subject(tmp_path, BERT, "use_liger_kernel: true\n")
+    assert not runs_liger(bert) and "use_liger_kernel: true is set; what it saves is not in the figures" in liger_note(bert)[0]
+    assert liger_note(subject(tmp_path, LLAMA)) == ()
