@@ -8,14 +8,10 @@ from pathlib import Path
 
 from hfopt.config.settings import full_checkpointing
 from hfopt.errors import ConfigError
-from hfopt.planner.choices import current_candidate
+from hfopt.facts.argument_effects import unseen
+from hfopt.planner.choices import current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
 from hfopt.planner.pricing import Pricing
-from hfopt.config.settings import full_checkpointing, step_settings
-from hfopt.facts.argument_effects import unseen
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.step_memory import estimate
-from hfopt.planner.choices import liger_note, runs_liger
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.planner.target import memory_pricing
 from hfopt.schema import (
@@ -84,21 +80,14 @@ def memory_table(
     own = current_candidate(subject)
     own = replace(own, precision=precision or own.precision)
     ways, notes = [Checkpointing()], []
-    capability, multiprocessors = ((8, 0), None) if gpu is None else (gpu.capability or (8, 0), gpu.sms)
-    settings = step_settings(job.args, capability=capability, multiprocessors=multiprocessors)
-    settings = replace(settings, precision=precision or settings.precision, allocator=allocator_conf(), fused_loss=runs_liger(subject))
-    named = (*unseen(job.args, job.trainer), *liger_note(subject))
-    notes = [*subject.hardware.notes, *subject.notes, *subject.repairs, *named, *_remarks(workload, settings, gpu)]
-    if settings.allocator:
-        notes.append(f"the allocator as the environment sets it here: {settings.allocator}")
-    ways = [Checkpointing()]
     if workload.checkpointable:
         ways.append(full_checkpointing(job.args))
     elif own.checkpointing.on:
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    notes = [*subject.hardware.notes, *subject.repairs, *_remarks(workload, settings, gpu), *notes]
+    named = (*unseen(job.args, job.trainer), *liger_note(subject))
+    notes = [*subject.hardware.notes, *subject.notes, *subject.repairs, *named, *_remarks(workload, settings, gpu), *notes]
     rows: list[MemoryRow] = []
     largest: dict[bool, int | None] = {}
     available = None if gpu is None else gpu.available_bytes
