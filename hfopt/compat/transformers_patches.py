@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import random
 import re
 import sys
 import warnings
@@ -135,3 +136,24 @@ def accelerate_state_kept() -> Iterator[None]:
         for kept, old in zip(shared, before, strict=True):
             kept.clear()
             kept.update(old)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """A Trainer made and run in here leaves no trace in its process: seeds, environment, verbosity and accelerate's state are put back.
+
+    The caller may be in the middle of a training script of their own.
+    """
+    import numpy
+    import torch
+
+    environment = dict(os.environ)
+    seeds = random.getstate(), numpy.random.get_state()
+    try:
+        with quietly(), accelerate_state_kept(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(seeds[0])
+        numpy.random.set_state(seeds[1])
+        os.environ.clear()
+        os.environ.update(environment)

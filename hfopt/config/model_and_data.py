@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from hfopt.config.lookup import Facts
 from hfopt.config.model_name import model_name
-from hfopt.config.other_tools import is_llama_factory
+from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
 from hfopt.config.tuning_methods import tuning_method
-from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Quantization, Task
+from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
 
-Trainer = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+Trainer = TrainerKind
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -74,37 +74,6 @@ _TASKS: dict[str, Task] = {
 }
 
 
-def trainer_kind(facts: Facts, path: str) -> Trainer:
-    """Which Trainer reads this file: what it names, else keys that only one of them has, else the words of its path."""
-    stage = (facts.text("stage", "rlhf_type", "rl", "method", "trainer_type", "trainer_class", "trainer", "training_type") or "").lower()
-    named: dict[str, Trainer] = {"grpo": "GRPO", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "sft": "SFT"}
-    for word, trainer in named.items():
-        if re.search(rf"(?:^|[_\W]){word}|{word}(?:$|[_\W]|trainer)", stage):
-            return trainer
-    if stage in ("rm", "pt", "ppo") and facts.has("finetuning_type", "cutoff_len", "template"):
-        return "Reward" if stage == "rm" else "SFT"
-    if facts.has("num_generations", "reward_funcs", "steps_per_generation"):
-        return "GRPO"
-    if facts.has("desirable_weight", "undesirable_weight"):
-        return "KTO"
-    if facts.has("center_rewards_coefficient"):
-        return "Reward"
-    if facts.has("beta", "pref_beta", "precompute_ref_log_probs", "rpo_alpha") and facts.has(
-        "max_prompt_length", "max_length", "loss_type"
-    ):
-        return "DPO"
-    if facts.has(
-        "dataset_mixer", "dataset_mixture", "dataset_text_field", "packing", "use_peft", "completion_only_loss", "dataset_num_proc"
-    ):
-        words = set(re.split(r"[\W_]+", path.lower()))
-        return next((trainer for word, trainer in named.items() if word in words), "SFT")
-    if facts.has("finetuning_type") or (facts.has("cutoff_len") and facts.has("template")):
-        return "SFT"
-    if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
-        return "Seq2SeqTrainer"
-    return "Trainer"
-
-
 def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
@@ -113,7 +82,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     return ModelSpec(
         name=model_name(facts),
         task=task,
-        weights_dtype=_weights_dtype(facts, factory, lora, args),
+        weights_dtype=_weights_dtype(facts, trainer, args, lora=lora is not None),
         attn_implementation=_attention(facts),
         lora=lora,
         quantization=_quantization(facts, factory),
@@ -144,16 +113,20 @@ def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
     ):
         if value is not None and (task := _task_of(value)) is not None:
             return task, None
-    if trainer in ("SFT", "DPO", "GRPO", "KTO"):
+    if trainer not in ("Trainer", "Seq2SeqTrainer"):
         return "causal_lm", None
     return None, None
 
 
 def _reference(facts: Facts, trainer: Trainer) -> bool | None:
-    """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone."""
+    """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone.
+
+    Losses without a reference: LLaMA-Factory's pref_loss (hparams/finetuning_args.py, use_ref_model), TRL's former reference_free.
+    """
     if trainer in ("DPO", "KTO"):
-        return False if facts.true("precompute_ref_log_probs") else None
-    return (facts.number("beta") or 0.0) > 0 if trainer == "GRPO" else None
+        alone = facts.text("pref_loss") in ("orpo", "simpo") or facts.true("reference_free", "precompute_ref_log_probs")
+        return False if alone else None
+    return (facts.number("beta") or 0.0) > 0 if trainer in ("GRPO", "RLOO") else None
 
 
 def _task_of(text: str) -> Task | None:
@@ -162,16 +135,32 @@ def _task_of(text: str) -> Task | None:
     return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
-def _weights_dtype(facts: Facts, factory: bool, lora: Lora | None, args: dict[str, Any]) -> str | None:
-    """LLaMA-Factory loads in the compute type and makes what trains float32 again, unless pure_bf16 says otherwise."""
+def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, lora: bool) -> str | None:
+    """What the tool loads the weights in, where the file does not say.
+
+    LLaMA-Factory (model/adapter.py) loads in the compute type and makes what trains float32 again, unless pure_bf16, BAdam or ZeRO-3
+    keep it. TRL (trainer/utils.py, create_model_from_path; trainer/model_config.py) loads float32.
+    """
     if facts.true("pure_bf16"):
         return "bfloat16"
     said = facts.text("torch_dtype", "dtype", "model_dtype", "weights_dtype")
     if said is not None:
         return _DTYPES.get(said.lower().removeprefix("torch."))
-    if factory and lora is not None and (args.get("bf16") is True or args.get("fp16") is True):
-        return "bfloat16" if args.get("bf16") is True else "float16"
-    return None
+    dialect = dialect_of(facts, trainer)
+    if dialect is TRL:
+        return trl_dtype()
+    if dialect is not LLAMA_FACTORY:
+        return None
+    if not lora and not facts.true("use_badam") and not _zero_3(facts):
+        return "float32"
+    return "bfloat16" if args.get("bf16") is True else "float16" if args.get("fp16") is True else None
+
+
+def _zero_3(facts: Facts) -> bool:
+    """By the name of DeepSpeed's config, or by its stage where it stands in the file."""
+    return re.search(r"z(?:ero)?[-_]?3|stage[-_]?3", (facts.text("deepspeed") or "").lower()) is not None or any(
+        stage == 3 for _, stage in facts.all("stage", under=("zero_optimization",))
+    )
 
 
 def _attention(facts: Facts) -> str | None:
@@ -280,13 +269,13 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         image_size=facts.whole("image_size", "img_size", "resolution", "input_size") or _first_side(facts.get("image_size")),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
-        assumed=_generated_parts(facts) if trainer == "GRPO" else (),
+        assumed=_generated_parts(facts) if trainer in ("GRPO", "RLOO") else (),
     )
 
 
 def _length(facts: Facts, trainer: Trainer) -> int | None:
-    """GRPO's sequences are prompt and completion together."""
-    if trainer == "GRPO":
+    """GRPO's and RLOO's sequences are prompt and completion together."""
+    if trainer in ("GRPO", "RLOO"):
         prompt, completion = facts.whole("max_prompt_length"), facts.whole("max_completion_length")
         if prompt is not None or completion is not None:
             return (prompt or GRPO_PROMPT) + (completion or GRPO_COMPLETION)

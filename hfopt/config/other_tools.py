@@ -61,7 +61,7 @@ def is_llama_factory(facts: Facts) -> bool:
 def dialect_of(facts: Facts, trainer: str) -> Dialect:
     if is_llama_factory(facts):
         return LLAMA_FACTORY
-    return TRL if trainer in ("SFT", "DPO", "GRPO", "Reward", "KTO") else PLAIN
+    return PLAIN if trainer in ("Trainer", "Seq2SeqTrainer") else TRL
 
 
 def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +73,22 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str
     return _trl_defaults(fp16=args.get("fp16") is True) if dialect is TRL else {}
 
 
+def trl_dtype() -> str | None:
+    """What the installed TRL loads a model in when it is not told; without TRL here what it does from 1.0 on."""
+    source = _trl_source("model_config")
+    stated = re.search(r"^    (?:torch_)?dtype: .*?default=(None|\"\w+\")", source, re.MULTILINE | re.DOTALL) if source else None
+    return "float32" if stated is None else None if stated[1] == "None" else stated[1].strip('"')
+
+
+def _trl_source(name: str) -> str:
+    folder = source_folder("trl")
+    path = None if folder is None else folder / "trainer" / f"{name}.py"
+    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else ""
+
+
 def _trl_defaults(*, fp16: bool) -> dict[str, Any]:
     """What the installed TRL sets otherwise than TrainingArguments, from its source; without TRL here nothing is known."""
-    folder = source_folder("trl")
-    places = [folder / "trainer" / f"{name}_config.py" for name in ("base", "sft")] if folder is not None else []
-    sources = [path.read_text(encoding="utf-8") for path in places if path.is_file()]
+    sources = [_trl_source(f"{name}_config") for name in ("base", "sft")]
     defaults: dict[str, Any] = {}
     if any(re.search(r"gradient_checkpointing: bool = field\(\s*default=True", source) for source in sources):
         defaults["gradient_checkpointing"] = True

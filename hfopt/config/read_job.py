@@ -14,8 +14,9 @@ from typing import Any
 
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.model_and_data import read_data, read_model, trainer_kind
-from hfopt.config.other_tools import Dialect, ToolSpelling, dialect_of, implied, tool_of
+from hfopt.config.model_and_data import read_data, read_model
+from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of
+from hfopt.config.trainer_kind import trainer_kind
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
@@ -91,7 +92,7 @@ class _Reading:
         args: dict[str, Any] = {}
         homes: dict[str, Home] = {}
         found: list[FoundProblem] = []
-        trainer = trainer_kind(self.facts, self.document.path)
+        trainer = trainer_kind(self.facts, self.document.path, self.document.data)
         dialect = dialect_of(self.facts, trainer)
         for section in self.layout.checked:
             read = SectionReader(self.document, section, self.present, dialect).read()
@@ -165,6 +166,7 @@ class _Reading:
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
             world_size=self.world_size,
+            uses_trl=dialect_of(self.facts, trainer) is TRL,
             kept=_kept(self.document, homes),
         )
 

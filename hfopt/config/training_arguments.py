@@ -183,5 +183,8 @@ def known_elsewhere() -> frozenset[str]:
 
 
 def trl_keys(trainer: str) -> frozenset[str]:
-    """The keys that TRL's config of this trainer adds to TrainingArguments."""
-    return frozenset(_known_keys()["trl"].get(trainer, {"keys": ()})["keys"])
+    """The keys that TRL's config of this trainer adds to TrainingArguments; "script": those of the scripts' other classes."""
+    tables = _known_keys()["trl"]
+    if trainer in ("RLOO", "ORPO", "CPO"):
+        return frozenset(tables["other"]["keys"]) | frozenset(tables["GRPO" if trainer == "RLOO" else "DPO"]["keys"])
+    return frozenset(tables.get(trainer, {"keys": ()})["keys"])

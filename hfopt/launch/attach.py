@@ -194,9 +194,9 @@ def _brief(error: Exception) -> str:
 
 
 def _planned(trainer: Any, options: RunOptions) -> Plan:
+    from hfopt.compat.transformers_patches import undisturbed
     from hfopt.model.samples import same_random_state
     from hfopt.planner.algorithm import make_plan
-    from hfopt.probe.neutrality import undisturbed
 
     request = Request(keep=frozenset(options.keep), allow=frozenset(options.allow), headroom=options.headroom, dry_run=False)
     with undisturbed(), same_random_state(), quietly():

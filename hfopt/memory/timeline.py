@@ -20,6 +20,7 @@ the allocator holds beyond it another. It is right at the two traced sizes, and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -85,13 +86,30 @@ class Timeline:
 def combine(first: Trace, second: Trace) -> Timeline:
     """Matches the traces; raises TraceError when they are not the same sequence of events."""
     require_same_events(first, second, f"batch {first.batch} and {second.batch}")
-    formulas = {}
+    formulas = _products(first, second)
     for index, formula in first.formulas.items():
         pairs = zip(formula.dims, second.formulas[index].dims, strict=True)
         lines = ((a, (b - a) // (second.batch - first.batch)) for a, b in pairs)
         formulas[index] = AffineFormula(formula.name, tuple((a - slope * first.batch, slope) for a, slope in lines))
     slopes = (_sizes(second) - _sizes(first)) / (second.batch - first.batch)
     return _timeline(first, slopes, formulas)
+
+
+def _products(first: Trace, second: Trace) -> dict[int, AffineFormula]:
+    """Sizes that are no line over the batch because two dimensions follow it: attention among all samples laid in one row."""
+    found: dict[int, AffineFormula] = {}
+    span = second.batch - first.batch
+    for index, one in first.shapes.items():
+        two = second.shapes.get(index, ())
+        if one == two or len(one) != len(two) or sum(a != b for a, b in zip(one, two, strict=True)) < 2:
+            continue
+        size, elements = first.events[index][1], math.prod(one)
+        whole = all((b - a) % span == 0 for a, b in zip(one, two, strict=True))
+        if elements and size % elements == 0 and size // elements * math.prod(two) == second.events[index][1] and whole:
+            slopes = [(b - a) // span for a, b in zip(one, two, strict=True)]
+            lines = ((a - slope * first.batch, slope) for a, slope in zip(one, slopes, strict=True))
+            found[index] = AffineFormula("product", (*lines, (size // elements, 0)))
+    return found
 
 
 def alone(trace: Trace) -> Timeline:

@@ -37,6 +37,7 @@ from hfopt.model.heads import Head
 from hfopt.model.losses import REFERENCE
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
+from hfopt.model.trl_trainer import TrlSetup
 from hfopt.schema import Assumption, Lora, ModelSpec, Task, Workload
 
 
@@ -126,16 +127,16 @@ _PEFT_TASKS: dict[Task, str] = {
 """With these peft trains the new head too; other tasks need modules_to_save."""
 
 
-def add_lora(model: nn.Module, lora: Lora, task: Task) -> nn.Module:
-    """The model with adapters, everything else frozen. Half-precision adapters go to float32, as get_peft_model does."""
+def lora_config(lora: Lora, task: Task) -> Any:
+    """The config as peft has it."""
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError:
         raise WorkloadError("the config asks for LoRA, but peft is not installed", hint="pip install 'hfopt[peft]'") from None
     if lora.r < 1:
         raise WorkloadError(f"LoRA's rank is {lora.r}; it must be at least 1", hint="set r (lora_r) to for example 8")
     targets = lora.target_modules
-    config = LoraConfig(
+    return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -145,6 +146,13 @@ def add_lora(model: nn.Module, lora: Lora, task: Task) -> nn.Module:
         use_rslora=lora.use_rslora,
         task_type=_PEFT_TASKS.get(task),
     )
+
+
+def add_lora(model: nn.Module, lora: Lora, task: Task) -> nn.Module:
+    """The model with adapters, everything else frozen. Half-precision adapters go to float32, as get_peft_model does."""
+    config = lora_config(lora, task)
+    from peft import get_peft_model
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's remarks, such as on tied target layers
         try:
@@ -210,13 +218,14 @@ class Recipe:
     config: Any
     head: Head
     reference: bool = False  # a frozen copy beside the model (DPO, KTO); with an adapter the model is its own reference
+    trl: TrlSetup | None = None  # TRL's trainer, which puts adapter and reference on itself
 
     def __call__(self) -> nn.Module:
-        return build_here(self._assemble)
+        return build_here(self.assemble)
 
     def facts(self) -> ModelFacts:
         """Of the model that trains, without a reference beside it."""
-        model = skeleton(replace(self, reference=False)._assemble)
+        model = skeleton(replace(self, reference=False, trl=None).assemble)
         bare = model if self.spec.quantization is None and self.spec.lora is None else skeleton(self._bare)
         return ModelFacts(
             model=model,
@@ -228,7 +237,7 @@ class Recipe:
             checkpointable=bool(getattr(bare, "supports_gradient_checkpointing", False)),
         )
 
-    def _assemble(self) -> nn.Module:
+    def assemble(self) -> nn.Module:
         if self.spec.quantization is not None and self.spec.lora is not None and self.spec.lora.use_dora:
             raise WorkloadError("DoRA on packed weights is not modelled", hint="use LoRA on packed weights, or DoRA on unpacked ones")
         model = self._bare()
@@ -237,6 +246,9 @@ class Recipe:
         freeze(model, self.spec.frozen)
         if self.spec.last_layers is not None:
             train_layers_alone(model, self.spec.last_layers)
+        if self.trl is not None:
+            adapter = None if self.spec.lora is None else lora_config(self.spec.lora, self.head.task)
+            return self.trl.around(model, another=self._bare, adapter=adapter)
         if self.spec.lora is not None:
             return add_lora(model, self.spec.lora, self.head.task)
         if self.reference:

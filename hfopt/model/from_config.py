@@ -6,27 +6,40 @@ Weights are never loaded: memory and time depend on shapes and types, not on val
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
-from hfopt.model.builder import FAILURES, Recipe, assumed_build, uses_flash
+from hfopt.model.builder import DTYPE_OPTION, FAILURES, Recipe, assumed_build, skeleton, uses_flash, weights_dtype
 from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
 from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.sources import ConfigSource, find_config
-from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, Workload
+from hfopt.model.trl_trainer import carried_trainer, trl_loss
+from hfopt.model.trl_workload import in_one_row, trl_batches, trl_notes, trl_setup
+from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
+
+_NO_TRL = "no TRL with this trainer is installed here: its loss is traced by a rule with whole logits, which may take more memory"
 
 
-def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> Workload:
-    """The workload of a model given by folder, config.json, hub id, a name of the bundled table, or `file.py:factory`."""
+def from_job(job: TrainJob) -> Workload:
+    """The workload of a config."""
+    return from_spec(job.model, job.data, trainer=job.trainer, trl_arguments=job.args if job.uses_trl else None)
+
+
+def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer", trl_arguments: Mapping[str, Any] | None = None) -> Workload:
+    """The workload of a model given by folder, config.json, hub id, a name of the bundled table, or `file.py:factory`.
+
+    With TRL's arguments the step is that of TRL's own trainer, where it is installed; else a preference loss is one of our own rules.
+    """
     name = model.name or model.like
     if not name:
         raise WorkloadError(
@@ -42,7 +55,11 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer") -> 
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
     reference = trainer in WITH_REFERENCE if model.reference is None else model.reference
     recipe = Recipe(spec=model, source=source, config=config, head=head, reference=reference)
-    return _workload(recipe, data, trainer)
+    if trl_arguments is not None:
+        setup = trl_setup(trainer, trl_arguments, data, task=head.task, config=config)
+        if setup is not None:
+            return _trl_workload(replace(recipe, trl=setup), data)
+    return _workload(recipe, data, trainer, trl=trl_arguments is not None)
 
 
 def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
@@ -52,7 +69,44 @@ def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
     return head
 
 
-def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
+def _trl_workload(recipe: Recipe, data: DataSpec) -> Workload:
+    """The step of TRL's own trainer."""
+    setup = recipe.trl
+    assert setup is not None
+    sized = _workload(replace(recipe, trl=None), replace(data, max_length=setup.size.length), setup.kind)
+    flash = uses_flash(recipe.spec)
+    make_batch = trl_batches(setup, carried_trainer(skeleton(recipe.assemble)), flash=flash)
+    padded = setup.size.shorter is not None and not flash
+    notes = tuple(note for note in sized.notes if note not in NOTES.values())
+    guessed = data.max_length is None and not setup.arguments.get("max_length")
+    return replace(
+        sized,
+        build_model=recipe,
+        make_batch=make_batch,
+        shape=replace(sized.shape, padded=padded),
+        compute_loss=trl_loss,
+        assumed=tuple(replace(one, guessed=guessed) if one.what == "length" else one for one in sized.assumed),
+        lengths=None if in_one_row(setup.arguments) else sized.lengths,
+        notes=(*notes, *trl_notes(setup), *_wider_than_stored(recipe)),
+        with_layers=partial(_trl_at_depth, recipe, data),
+    )
+
+
+def _wider_than_stored(recipe: Recipe) -> tuple[str, ...]:
+    stored = str(getattr(recipe.config, DTYPE_OPTION, None) or "float32").removeprefix("torch.")
+    if weights_dtype(recipe.spec, recipe.config) != torch.float32 or stored == "float32":
+        return ()
+    return (
+        f"the weights are float32 (TRL's default where dtype is not stated) though the checkpoint is {stored}: dtype: {stored} halves them",
+    )
+
+
+def _trl_at_depth(recipe: Recipe, data: DataSpec, layers: int) -> Workload | None:
+    config = _config_of_depth(recipe.config, layers)
+    return None if config is None else _trl_workload(replace(recipe, config=config), data)
+
+
+def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False) -> Workload:
     model, source, config, head = recipe.spec, recipe.source, recipe.config, recipe.head
     facts = recipe.facts()
     if not facts.trainable_parameters:
@@ -65,6 +119,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str) -> Workload:
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
     notes += [NOTES[trainer]] if trainer in NOTES else []
+    notes += [_NO_TRL] if trl else []
     accepts = accepted_inputs(facts.model_class)
     make_batch: Callable[[int], dict[str, Any]] = BatchMaker(
         task=head.task, shape=sized.shape, config=config, main_input=facts.main_input, accepts=accepts
@@ -113,14 +168,19 @@ def _spread(data: DataSpec, longest: int | None) -> LengthSpread | None:
 
 def _at_depth(recipe: Recipe, data: DataSpec, trainer: str, layers: int) -> Workload | None:
     """The same architecture with another number of blocks; None where blocks differ, so that some would be missing."""
-    config = copy.deepcopy(recipe.config)
+    config = _config_of_depth(recipe.config, layers)
+    return None if config is None else _workload(replace(recipe, config=config), data, trainer)
+
+
+def _config_of_depth(config: Any, layers: int) -> Any:
+    config = copy.deepcopy(config)
     kinds = getattr(config, "layer_types", None)
     if not isinstance(getattr(config, "num_hidden_layers", None), int) or (kinds and len(set(kinds)) > 1):
         return None
     if kinds:
         config.layer_types = kinds[:1] * layers
     config.num_hidden_layers = layers
-    return _workload(replace(recipe, config=config), data, trainer)
+    return config
 
 
 def _why_nothing(spec: ModelSpec) -> str:

@@ -21,9 +21,10 @@ from torch import nn
 
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
-from hfopt.model.builder import build_here, repeated_blocks, unfaked
+from hfopt.model.builder import build_here, repeated_blocks
+from hfopt.model.collated import Collated, collator_of
 from hfopt.model.heads import task_of_class
-from hfopt.model.losses import BATCH_DEPENDENT, apart, carry, companions, modules_of, own_loss, why_batch_dependent
+from hfopt.model.losses import BATCH_DEPENDENT, carry, companions, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.samples import Samples, generated_batches, generates, longest_samples, same_random_state, token_count
@@ -130,7 +131,7 @@ def from_trainer(trainer: Any) -> Workload:
     task = task_of_class(type(base).__name__)
     with same_random_state():
         maker, shape, notes = _batches(trainer, base, task)
-        lengths = _lengths(maker, shape, trainer.args) if isinstance(maker, _Collated) else None
+        lengths = _lengths(maker, shape, trainer.args) if isinstance(maker, Collated) else None
     return Workload(
         name=getattr(getattr(base, "config", None), "_name_or_path", "") or type(base).__name__,
         model_class=type(base).__name__,
@@ -182,36 +183,6 @@ def _weights_dtype(model: nn.Module) -> str | None:
     return str(max(sizes, key=sizes.__getitem__)).removeprefix("torch.") if sizes else None
 
 
-def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
-    """What makes a batch of samples in training: its collator, without the columns the model does not take. Draws leave no trace."""
-    from transformers import Trainer
-
-    beside = apart(trainer)
-    collate = beside.data_collator
-    if type(trainer).get_train_dataloader is Trainer.get_train_dataloader:  # one of its own may remove none (sentence-transformers)
-        collate = beside._get_collator_with_removed_columns(collate)
-
-    def collated(samples: list[Any]) -> Any:
-        with same_random_state():
-            return collate(samples)
-
-    return collated
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Collated:
-    """Batches from the trainer's collator on its longest samples."""
-
-    collate: Callable[[list[Any]], Any]
-    samples: Samples
-
-    def __call__(self, count: int) -> dict[str, Any]:
-        if count < 1:
-            raise WorkloadError(f"a batch of {count} samples cannot be made", hint="the smallest batch size is 1")
-        with same_random_state(), unfaked():
-            return dict(self.collate([copy.copy(sample) for sample in self.samples.batch_of(count)]))
-
-
 def _batches(trainer: Any, base: nn.Module, task: Task) -> tuple[Callable[[int], dict[str, Any]], BatchShape, tuple[str, ...]]:
     if generates(trainer):
         return generated_batches(trainer)
@@ -219,7 +190,7 @@ def _batches(trainer: Any, base: nn.Module, task: Task) -> tuple[Callable[[int],
     if samples is None:
         return _assumed(base, task)
     flash = uses_flash_kernel(base)
-    collated = _Collated(collate=collator_of(trainer), samples=replace(samples, shorter=None) if flash else samples)
+    collated = Collated(collate=collator_of(trainer), samples=replace(samples, shorter=None) if flash else samples)
     maker: Callable[[int], dict[str, Any]] = Unpadded(collated=collated) if flash else collated
     try:
         batch = maker(2)
@@ -237,12 +208,12 @@ def _seen(samples: Samples) -> str:
     )
 
 
-def _lengths(maker: _Collated, shape: BatchShape, args: Any) -> LengthSpread | None:
+def _lengths(maker: Collated, shape: BatchShape, args: Any) -> LengthSpread | None:
     """How the batches' lengths vary; None when the collator pads every batch alike, or when it is not known."""
     samples, tokens = maker.samples, token_count(maker.samples.longest)
     if shape.length is None or samples.shorter is None or not (samples.lengths and tokens) or shape.kind not in ("text", "text_to_text"):
         return None
-    short = _Collated(collate=maker.collate, samples=replace(samples, longest=samples.shorter, shorter=None))(2)
+    short = Collated(collate=maker.collate, samples=replace(samples, longest=samples.shorter, shorter=None))(2)
     if short["input_ids"].shape[1] == shape.length:
         return None
     multiple = next((m for m in (1, 8, 16, 32, 64, 128) if -(-tokens // m) * m == shape.length), 1)

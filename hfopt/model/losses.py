@@ -2,7 +2,8 @@
 
 Losses that the model does not compute itself, and why a loss is not a mean over samples when it is not.
 
-Preference training as TRL does it: pairs in one batch, a reference model beside the policy, and losses that compare.
+Preference training as other tools do it, and TRL where it is not installed (`trl_trainer` runs TRL's own loss): pairs in one batch, a
+reference model beside the policy, and losses that compare, from whole logits.
 
 A sample is a pair (DPO, Reward): n samples are 2n sequences, the chosen ones first. DPO and KTO also run the reference model without
 gradients: a frozen second copy of the weights, or with LoRA the same weights with the adapter switched off; none where the answers were
@@ -74,11 +75,12 @@ def why_batch_dependent(model: nn.Module, task: Task, accepts: frozenset[str]) -
 
 
 REFERENCE = "reference_model"  # the name under which a recipe attaches it
-PAIRED = frozenset({"DPO", "Reward"})
+PAIRED = frozenset({"DPO", "Reward", "ORPO", "CPO"})
 WITH_REFERENCE = frozenset({"DPO", "KTO"})
 _BETA = 0.1  # TRL's default; the memory does not depend on it
 
 NOTES = {
+    "RLOO": "RLOO: the update is estimated as one of a causal LM; generation and its cache are not in it",
     "GRPO": "GRPO: the update is estimated as one of a causal LM; generation and its cache are not in it",
     "KTO": "KTO: the extra pass for the KL term is not in the estimate",
 }
@@ -103,7 +105,8 @@ class Pairs:
 def preference_loss(trainer: str, *, asks_reference: bool = True) -> Loss | None:
     """Without asking: the reference's answers came with the samples (precompute_ref_log_probs), a number for each."""
     asked = partial(_ratio, asks_reference=asks_reference)
-    losses: dict[str, Loss] = {"DPO": partial(_dpo, ratio=asked), "KTO": partial(_kto, ratio=asked), "Reward": _reward}
+    compared = partial(_dpo, ratio=asked)
+    losses: dict[str, Loss] = {"DPO": compared, "KTO": partial(_kto, ratio=asked), "Reward": _reward, "ORPO": compared, "CPO": compared}
     return losses.get(trainer)
 
 
@@ -150,6 +153,9 @@ _NAMES = {"ref_model": REFERENCE, "loss": "loss"}
 CARRIED = "_hfopt_companions"
 """On a copied model: its companions by the trainer's name for them. A plain attribute: a loss that holds the model is no part of it."""
 
+CASTS_ONCE = "_hfopt_casts_once"
+"""On a carried reference: its weights were not frozen, so that autocast keeps what it casts of them for the length of a forward."""
+
 
 def companions(trainer: Any) -> dict[str, Any]:
     """By the trainer's name for them."""
@@ -176,6 +182,7 @@ def carry(model: nn.Module, found: dict[str, Any]) -> None:
     model.__dict__[CARRIED] = found
     reference = found.get("ref_model")
     if reference is not None:
+        reference.__dict__[CASTS_ONCE] = any(parameter.requires_grad for parameter in reference.parameters())
         model.add_module(REFERENCE, reference.requires_grad_(False))
 
 
@@ -224,14 +231,14 @@ def apart(trainer: Any) -> Any:
     if not hasattr(trainer, "current_gradient_accumulation_steps"):  # the loop sets it, and losses read it
         beside.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
     if hasattr(trainer, "accelerator"):
-        beside.accelerator = _Alone(trainer.accelerator)
+        beside.accelerator = Alone(trainer.accelerator)
     return beside
 
 
 def _nothing() -> None: ...
 
 
-class _Alone:
+class Alone:
     """An accelerator that gathers from this rank only: the others do not plan, so an exchange would wait for them for ever."""
 
     def __init__(self, accelerator: Any) -> None:

@@ -187,6 +187,7 @@ class Generated:
                 "completion_ids": torch.ones(count, self.completion, dtype=torch.long),
                 "completion_mask": torch.ones(count, self.completion, dtype=torch.long),
                 "advantages": torch.ones(count),
+                "old_logps": torch.zeros(count),  # RLOO's
                 "num_items_in_batch": torch.tensor(count * self.completion),
             }
             batch["prompt_mask"][-1, : self.prompt // 4] = 0  # prompts are padded on the left

@@ -44,7 +44,7 @@ def batch_rule(job: TrainJob) -> BatchRule:
     Stated as a size it must divide into micro-batches; stated as steps it would change with the batch, which therefore stays; left to TRL
     it is the effective batch, which no candidate changes. Before TRL 0.16 each global batch had to hold whole groups.
     """
-    if job.trainer != "GRPO":
+    if job.trainer not in ("GRPO", "RLOO"):
         return BatchRule()
     args = job.args
     size, steps = args.get("generation_batch_size"), args.get("steps_per_generation")
@@ -93,7 +93,7 @@ def completions_at_once(job: TrainJob) -> int:
 def check_generation(subject: Subject, peak: MemoryPeak, *, budget_bytes: int, precision: Precision, dtype: str | None) -> Iterator[str]:
     """What there is to say about it; NothingFits where every run would end in its first generation."""
     job = subject.job
-    if job.trainer != "GRPO":
+    if job.trainer not in ("GRPO", "RLOO"):
         return
     if job.args.get("use_vllm") is True:
         yield "vLLM generates: on the same cards it takes the share that vllm_gpu_memory_utilization names, which is not in the estimate"

@@ -16,25 +16,28 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from hfopt.compat.transformers_patches import launchers_precision
+from hfopt.config.other_tools import trl_dtype
 from hfopt.errors import ConfigError
 from hfopt.memory.step_memory import context_bytes
 from hfopt.model.losses import trained_modules
 from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
-from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, TrainJob
+from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, TrainerKind, TrainJob
 
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-Kind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
-_KINDS: dict[str, Kind] = {
+_KINDS: dict[str, TrainerKind] = {
     "Seq2SeqTrainer": "Seq2SeqTrainer",
     "SFTTrainer": "SFT",
     "DPOTrainer": "DPO",
     "GRPOTrainer": "GRPO",
     "RewardTrainer": "Reward",
     "KTOTrainer": "KTO",
+    "RLOOTrainer": "RLOO",
+    "ORPOTrainer": "ORPO",
+    "CPOTrainer": "CPO",
 }
 
 
@@ -45,7 +48,7 @@ class KeptKeys:
     most_workers: int | None = None
 
 
-def kind_of(trainer: Any) -> Kind:
+def kind_of(trainer: Any) -> TrainerKind:
     """By the nearest known class it descends from."""
     return next((_KINDS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in _KINDS), "Trainer")
 
@@ -169,11 +172,15 @@ def _from_arguments(args: Any, request: Request) -> Subject:
     hardware = hardware_of(request)
     model = ModelSpec(name=request.model, task=request.task, trust_remote_code=request.trust_remote_code)
     job = _job(args, request, model=model, data=DataSpec(max_length=request.seq_len), world=max(1, len(hardware.gpus)))
+    kind = next((_KINDS[name] for base in type(args).__mro__ if (name := base.__name__.replace("Config", "Trainer")) in _KINDS), None)
+    if kind is not None:  # TRL's trainer loads a model that it is given by name in its own way
+        job = replace(job, trainer=kind, uses_trl=True, model=replace(model, weights_dtype=trl_dtype()))
     return Subject(job=job, workload=workload_of(job), hardware=hardware)
 
 
 def _from_trainer(trainer: Any, request: Request) -> Subject:
-    from hfopt.model.from_trainer import collator_of, from_trainer
+    from hfopt.model.collated import collator_of
+    from hfopt.model.from_trainer import from_trainer
 
     hardware = live_hardware(trainer, request)
     workload = from_trainer(trainer)

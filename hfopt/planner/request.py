@@ -250,8 +250,8 @@ def _lean_workload_of(job: TrainJob) -> Workload:
 
 
 def workload_of(job: TrainJob) -> Workload:
-    from hfopt.model.from_config import from_spec
+    from hfopt.model.from_config import from_job
 
-    made = from_spec(job.model, job.data, trainer=job.trainer)
+    made = from_job(job)
     grouped = job.args.get("train_sampling_strategy") == "group_by_length" or job.args.get("group_by_length") is True
     return replace(made, lengths=replace(made.lengths, grouped=True)) if grouped and made.lengths is not None else made

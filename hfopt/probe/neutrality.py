@@ -4,11 +4,6 @@ A tiny configuration of the same architecture: what its class does stays, what i
 
 Sizes shrink by the names configs use for them; dropout goes to zero, so that two runs can be compared. Sub-configs shrink likewise.
 
-The gradients of one optimizer step by the real Trainer, whole and in micro-batches, compared.
-
-The Trainer sets seeds, environment variables and accelerate's global state; all of it is put back, because the caller may be in the
-middle of a training script of their own.
-
 Does trading batch for accumulation leave the gradients alone, for this model class and this version of transformers?
 
 The real Trainer takes one step of n samples as n × 1 and as (n/k) × k on a tiny copy of the architecture; the gradients should be equal.
@@ -22,26 +17,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import random
 import re
-import tempfile
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 import transformers
 
 from hfopt import files
-from hfopt.compat.transformers_patches import accelerate_state_kept
 from hfopt.errors import WorkloadError
 from hfopt.facts.loss_rule import REMEDY
-from hfopt.model.batch import with_decoder_inputs
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 
 _MOST: tuple[tuple[str, int], ...] = (
@@ -119,140 +106,10 @@ def has_image_size(fields: Mapping[str, Any]) -> bool:
     return "image_size" in fields or any(has_image_size(part) for part in fields.values() if isinstance(part, Mapping))
 
 
-_SEED = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientRatio:
-    norm_ratio: float  # in micro-batches over whole
-    difference: float  # norm of the difference over the norm of the whole
-
-
-def gradient_ratio(
-    workload: Workload, *, samples: int, split: int, arguments: Mapping[str, Any], divide: bool = False
-) -> GradientRatio | None:
-    """`samples` × 1 against (samples / split) × split. divide: with model_accepts_loss_kwargs = False. None: no gradient to compare."""
-    with undisturbed():
-        torch.manual_seed(_SEED)
-        model = workload.build_model()
-        batch = {name: _varied(name, tensor, getattr(model, "config", None)) for name, tensor in workload.make_batch(samples).items()}
-        if arguments.get("label_smoothing_factor"):
-            batch = with_decoder_inputs(batch, model)
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        found = []
-        for accumulation in (1, split):
-            model.load_state_dict(weights)
-            found.append(_gradient(workload, model, batch, samples // accumulation, accumulation, arguments, divide))
-    whole, pieces = found
-    norm = whole.norm().item()
-    if not norm or not numpy.isfinite(norm):
-        return None
-    return GradientRatio(norm_ratio=pieces.norm().item() / norm, difference=(pieces - whole).norm().item() / norm)
-
-
-def _gradient(
-    workload: Workload,
-    model: Any,
-    batch: Mapping[str, torch.Tensor],
-    micro: int,
-    accumulation: int,
-    arguments: Mapping[str, Any],
-    divide: bool,
-) -> torch.Tensor:
-    kept: list[torch.Tensor] = []
-
-    class Keep(transformers.TrainerCallback):  # type: ignore[misc]
-        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-            kept.extend(parameter.grad.flatten().clone() for parameter in model.parameters() if parameter.grad is not None)
-
-    with tempfile.TemporaryDirectory(prefix="hfopt-") as folder:
-        args = transformers.TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=micro,
-            gradient_accumulation_steps=accumulation,
-            max_steps=1,
-            optim="sgd",
-            max_grad_norm=0,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            logging_strategy="no",
-            remove_unused_columns=False,
-            **arguments,
-        )
-        rows = [{name: _row(value, index) for name, value in batch.items()} for index in range(micro * accumulation)]
-        trainer = _trainer_class(workload)(model=model, args=args, train_dataset=rows, data_collator=_stacked, callbacks=[Keep()])
-        trainer.remove_callback(transformers.PrinterCallback)
-        if divide:
-            trainer.model_accepts_loss_kwargs = False
-        trainer.train()
-    return torch.cat(kept) if kept else torch.zeros(1)
-
-
-def _trainer_class(workload: Workload) -> Any:
-    own_loss = workload.compute_loss
-    if own_loss is None:
-        return transformers.Trainer
-
-    class OwnLoss(transformers.Trainer):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            assert own_loss is not None
-            loss = own_loss(model, inputs)
-            return (loss, {"loss": loss}) if return_outputs else loss
-
-    return OwnLoss
-
-
-def _row(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, torch.Tensor) else value
-
-
-def _stacked(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    first = rows[0]
-    return {name: torch.stack([row[name] for row in rows]) if isinstance(first[name], torch.Tensor) else first[name] for name in first}
-
-
-def _varied(name: str, tensor: Any, config: Any) -> Any:
-    """Samples that differ from each other and are equally long."""
-    if not isinstance(tensor, torch.Tensor):  # a flag such as return_loss
-        return tensor
-    if "mask" in name:
-        return torch.ones_like(tensor)
-    if tensor.is_floating_point():
-        return torch.rand_like(tensor) if "labels" in name else torch.randn_like(tensor)
-    if "positions" in name or "token_type_ids" in name:
-        return tensor
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    classes = int(getattr(config, "num_labels", 2))
-    vocabulary = int(getattr(text, "vocab_size", None) or 16)
-    is_classes = name == "labels" and not tensor.gt(0).any()
-    return torch.randint(0, classes, tensor.shape) if is_classes else torch.randint(2, max(3, vocabulary), tensor.shape)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Puts back random states, environment, verbosity and accelerate's shared state."""
-    environment = dict(os.environ)
-    seeds = random.getstate(), numpy.random.get_state()
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        with accelerate_state_kept(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-        random.setstate(seeds[0])
-        numpy.random.set_state(seeds[1])
-        os.environ.clear()
-        os.environ.update(environment)
-
-
 _SAMPLES, _SPLIT = 8, 4
 _TOLERANCE = 0.01
 """Equal gradients agree to about 1e-6 in float32, a missing division is off by k - 1: anything between is a loss over the batch."""
-_VERSION = 2  # of the probe: part of the cache's key
+_VERSION = 3  # of the probe: part of the cache's key
 _SMALL_DATA = DataSpec(max_length=16, max_target_length=8, audio_seconds=0.5)
 _MOST_CUSTOM_PARAMETERS = 5_000_000
 _CANNOT_STEP = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
@@ -264,12 +121,11 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
 
     workload: the job's own, when the caller has it; then a cached answer needs no model at all.
     """
-    import transformers
 
-    from hfopt.model.from_config import from_spec
+    from hfopt.model.from_config import from_job
 
     if workload is None:
-        workload = from_spec(job.model, job.data, trainer=job.trainer)
+        workload = from_job(job)
     place = _cached_at(job, workload, transformers.__version__)
     if place is not None and (known := _read(place)) is not None:
         return known
@@ -286,9 +142,8 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
 
 
 def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
-    import transformers
 
-    from hfopt.model.from_config import from_spec
+    from hfopt.model.from_config import from_job
     from hfopt.model.sources import find_config
 
     if workload.task == "custom":
@@ -307,13 +162,15 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
     data = _SMALL_DATA if has_image_size(small) else dataclasses.replace(_SMALL_DATA, image_size=SMALL_IMAGE)
     for spec in (plain, dataclasses.replace(plain, attn_implementation=None), dataclasses.replace(plain, lora=None, frozen=())):
         try:
-            return from_spec(spec, data, trainer=job.trainer)
+            return from_job(dataclasses.replace(job, model=spec, data=data))
         except WorkloadError:
             continue
     return None
 
 
 def _answer(small: Workload, workload: Workload, job: TrainJob, version: str) -> Neutrality | None:
+
+    from hfopt.probe.step_gradients import gradient_ratio
 
     settings = {key: job.args[key] for key in ("label_smoothing_factor",) if key in job.args}
     measured = gradient_ratio(small, samples=_SAMPLES, split=_SPLIT, arguments=settings)
@@ -348,9 +205,17 @@ def _cached_at(job: TrainJob, workload: Workload, version: str) -> Path | None:
     """The user's own code is not cached: it may change under the same name."""
     if workload.task == "custom" or job.model.trust_remote_code:
         return None
-    facts = (_VERSION, job.model.lora is not None, job.trainer, bool(job.args.get("label_smoothing_factor")))
+    loss = (job.trainer, _trl_version() if job.uses_trl else None, str(job.args.get("loss_type")), job.args.get("label_smoothing_factor"))
+    facts = (_VERSION, job.model.lora is not None, loss)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return files.location("neutrality") / f"{workload.model_class}-{version}-{key}.json"
+
+
+def _trl_version() -> str | None:
+    try:
+        return metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _read(place: Path) -> Neutrality | None:

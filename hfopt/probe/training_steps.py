@@ -26,7 +26,8 @@ from hfopt.errors import DryRunError
 from hfopt.facts.oom_errors import RAISED_AS, is_oom
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.builder import skeleton
-from hfopt.model.from_config import from_spec
+from hfopt.model.from_config import from_job
+from hfopt.model.losses import REFERENCE
 from hfopt.probe.dry_run import Device, Extent, evaluates, training_arguments
 from hfopt.schema import Candidate, TrainJob, Workload
 
@@ -203,6 +204,8 @@ def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate
         data_collator=collate,
         callbacks=[clock],
     )
+    if (reference := getattr(model, REFERENCE, None)) is not None:  # it computes in the Trainer's precision too
+        trainer.accelerator.prepare_model(reference, evaluation_mode=True)
     if (scaler := getattr(trainer.accelerator, "scaler", None)) is not None:
         scaler._init_scale = 1.0  # a step skipped for overflow would allocate no optimizer state
     return trainer
@@ -242,7 +245,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
     transformers.logging.set_verbosity_error()
     if order.device != "cpu" and not torch.cuda.is_available():
         raise DryRunError("there is no CUDA device here to run on")
-    workload = from_spec(order.job.model, order.job.data, trainer=order.job.trainer)
+    workload = from_job(order.job)
     assert transformers.Trainer and transformers.TrainingArguments, "imported now, while there is time"
     meter: CpuMeter | CudaMeter = CpuMeter() if order.device == "cpu" else CudaMeter()
     clock = MeasuredSteps(meter, enough_s=order.extent.enough_s)
@@ -255,7 +258,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
             del model
             meter.empty()
             spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
-            workload = from_spec(spec, order.job.data, trainer=order.job.trainer)
+            workload = from_job(dataclasses.replace(order.job, model=spec))
             model = _build(workload, order.device)
         trainer = _trainer(workload, model, order, (candidate, eval_batch), output, clock)
         phase = "the training steps"

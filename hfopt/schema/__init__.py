@@ -20,6 +20,7 @@ from hfopt.schema.job import (
     Problem,
     Quantization,
     Task,
+    TrainerKind,
     TrainJob,
 )
 from hfopt.schema.plan_facts import Advice, Chosen, EngineChoice, PlanFacts
@@ -125,6 +126,7 @@ __all__ = [
     "TimeModel",
     "TimelinePoint",
     "TrainJob",
+    "TrainerKind",
     "Trial",
     "Window",
     "Workload",

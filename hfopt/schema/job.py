@@ -27,6 +27,8 @@ Task = Literal[
     "custom",
 ]
 
+TrainerKind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "ORPO", "CPO"]
+
 ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
 """What a plan changes only where the user allows it."""
 
@@ -132,13 +134,14 @@ class TrainJob:
 
     path: str | None
     section: tuple[str, ...]  # where the arguments stand in the file, () at the root
-    trainer: Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "Reward", "KTO"]
+    trainer: TrainerKind
     args: Mapping[str, Any]  # only the keys the file sets
     model: ModelSpec
     data: DataSpec
     per_device_batch: int
     accumulation: int
     world_size: int = 1  # data-parallel ranks
+    uses_trl: bool = False  # TRL's own trainer, not another tool's of the same kind
     kept: frozenset[str] = frozenset()  # keys the user asked to leave alone
 
     @property

@@ -21,6 +21,7 @@ the CPU's (`Sized`), a `Formula` for a temporary that is returned when the opera
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -97,6 +98,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "embedding_indices": _embedding_indices,
     "column_reduction": _column_reduction,
     "tiles": _tiles,
+    "product": lambda *dims: math.prod(dims),
+    "tile": lambda total, most, row_bytes: min(total, most) * row_bytes,  # one tile of a loop over rows
 }
 
 
@@ -262,6 +265,11 @@ def _matmul(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: 
     return [out, *kernels.workspace()]
 
 
+def _into(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """A product written into a tensor that is there."""
+    return kernels.workspace()
+
+
 def _addmm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
     """ATen/native/cuda/Blas.cpp, isInputCompliesAddmmCudaLt: a 1-dimensional bias goes to cublasLt."""
     if args[0].dim() == 1 and args[0].is_contiguous() and min(args[2].shape) > 1:
@@ -358,6 +366,7 @@ def _foreach_norm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any],
 
 RULES: dict[Any, Rule] = {
     aten.mm.default: _matmul,
+    **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.addmm_.default, getattr(aten.addmm, "dtype_out", None)), _into),
     aten.bmm.default: _matmul,
     aten.baddbmm.default: _matmul,
     aten.mv.default: _matmul,

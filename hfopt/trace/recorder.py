@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hfopt.trace.cuda_allocations import CTC, Formula, KeptWorkspace, Kernels, SizedTemporary, ctc_output, order_on_cuda
 from hfopt.trace.fake_values import Values
 from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.tile import Tile
 
 
 class ModuleNames:
@@ -100,6 +101,7 @@ class Trace:
     batch: int
     events: list[tuple[int, int, int]] = field(default_factory=list)
     formulas: dict[int, Formula] = field(default_factory=dict)  # by event: sizes that are no affine function of the batch
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by event, of tensors with several dimensions
     places: list[Where] = field(default_factory=list)
     categories: dict[int, Category] = field(default_factory=dict)  # by block
     costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
@@ -140,6 +142,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.costing = False
         self.recording = True
         self.module_of_node: Callable[[Any], str] | None = None
+        self.tile: Tile | None = None  # of the loop that is run for one tile
         self._values = values
         self._kernels = kernels
         self._run = run
@@ -177,7 +180,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         size = storage.nbytes() if size is None else size
         if not size:
             return
-        self._watch(storage, key, self.allocate(size, op))
+        formula = None if self.tile is None else self.tile.size(tensor, size)
+        if formula is not None:
+            self.trace.formulas[len(self.trace.events)] = formula
+        elif tensor.dim() > 1:
+            self.trace.shapes[len(self.trace.events)] = tuple(tensor.shape)
+        self._watch(storage, key, self.allocate(size if formula is None else formula.bytes(), op))
         if category:
             self.trace.categories[self._blocks[key]] = category
 
@@ -261,6 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if self.costing and self._cost is not None:
                 priced = self._cost(func, args, kwargs, out)
                 if priced is not None:
+                    priced = priced if self.tile is None else self.tile.whole(priced, (*args, *kwargs.values(), out))
                     self.trace.costs.append((self.phase, func._overloadpacket.__name__, priced))
         return out
 

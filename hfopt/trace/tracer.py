@@ -27,6 +27,7 @@ from hfopt.trace.cuda_autocast import cuda_rules
 from hfopt.trace.fake_values import Values, attach
 from hfopt.trace.fast_fake import FastFake
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, Trace
+from hfopt.trace.tiled_head import tiled_heads
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
@@ -145,7 +146,8 @@ class Tracer:
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
             torch.manual_seed(0)
             real = change(self._make_batch(batch_size))
-            with self._fake_mode, masks_read(), cuda_rules(self._kernels.capability), recorder, ModuleNames(self.model, recorder):
+            cuda = cuda_rules(self._kernels.capability)
+            with self._fake_mode, masks_read(), cuda, tiled_heads(recorder), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:

@@ -8,12 +8,14 @@ device at once, as `get_batch_samples` fetches them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from hfopt.model.losses import CASTS_ONCE, REFERENCE
 from hfopt.schema import StepSettings
 from hfopt.trace.optimizers import make_optimizer
 from hfopt.trace.tracer import TraceSession
@@ -127,7 +129,7 @@ class TrainerLoop:
     def compute_loss(self, inputs: dict[str, Any], items: Any) -> torch.Tensor:
         inputs = dict(inputs)
         if self._compute_loss is not None:
-            with self._autocast():
+            with self._autocast_forwards():
                 return self._compute_loss(self.model, inputs)
         labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
         if labels is not None and "decoder_input_ids" not in inputs and (shifted := _decoder_inputs(self.model, labels)) is not None:
@@ -150,6 +152,33 @@ class TrainerLoop:
         if self.autocast_dtype is None:
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=self.autocast_dtype)
+
+    @contextlib.contextmanager
+    def _autocast_forwards(self) -> Iterator[None]:
+        """As accelerate prepares a model and its reference: autocast inside their forwards, not in the loss around them."""
+        with contextlib.ExitStack() as stack:
+            for module in (self.model, getattr(self.model, REFERENCE, None)):
+                if module is not None and self.autocast_dtype is not None:
+                    stack.enter_context(self._autocast_forward(module))
+            yield
+
+    @contextlib.contextmanager
+    def _autocast_forward(self, module: Any) -> Iterator[None]:
+        forward, own = module.forward, vars(module).get("forward")
+
+        @functools.wraps(forward)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with self._autocast(), _unfrozen(module):
+                return self._in_float32(forward(*args, **kwargs))
+
+        module.forward = cast
+        try:
+            yield
+        finally:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
 
     def _in_float32(self, outputs: Any) -> Any:
         """accelerate's convert_outputs_to_fp32 around the model's forward."""
@@ -175,6 +204,19 @@ class TrainerLoop:
             optimizer.step()
         recorder.classify_live(first_block, "optimizer")
         return norm
+
+
+@contextlib.contextmanager
+def _unfrozen(module: Any) -> Iterator[None]:
+    """A reference whose weights were never frozen, though no gradient is asked of them: autocast keeps its casts of such."""
+    if not vars(module).get(CASTS_ONCE, False):
+        yield
+        return
+    module.requires_grad_(True)
+    try:
+        yield
+    finally:
+        module.requires_grad_(False)
 
 
 def _float32(value: Any) -> Any:

@@ -117,6 +117,15 @@ def test_quantization_is_read(text: str, quantization: Quantization | None) -> N
         ("task: token-classification", "Trainer", "token_classification"),
         ("model_class: AutoModelForImageClassification", "Trainer", "image_classification"),
         ("seed: 1", "Trainer", None),
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: trl-lib/Capybara\nmax_length: 2048", "SFT", "causal_lm"),
+        ("model_name_or_path: bert-base-uncased\ndataset_name: imdb\nmax_length: 128", "Trainer", None),
+        ("model_name_or_path: Qwen/Qwen2.5-0.5B\ndataset_name: imdb\nmax_length: 128\ntext_column: x", "Trainer", None),
+        ("model_name_or_path: gpt2\ndataset_name: wikitext\nblock_size: 128", "Trainer", None),
+        ("model_name_or_path: gpt2\ndataset_name: trl-lib/ultrafeedback\nbeta: 0.1", "DPO", "causal_lm"),
+        ("dataset_name: trl-lib/ultrafeedback\nloss_type: ipo", "DPO", "causal_lm"),
+        ("dataset_name: x\nbeta: 2.0\nloss_type: simpo", "CPO", "causal_lm"),
+        ("trainer_type: rloo\nnum_generations: 4", "RLOO", "causal_lm"),
+        ("loss_type: focal\nmax_length: 128", "Trainer", None),
     ],
 )
 def test_trainer_and_task(text: str, trainer: str, task: str | None) -> None:
@@ -141,7 +150,11 @@ def test_grpo_sequences_are_prompt_and_completion() -> None:
         ("torch_dtype: null", None),
         ("pure_bf16: true", "bfloat16"),
         ("finetuning_type: lora\nbf16: true", "bfloat16"),
-        ("finetuning_type: full\nbf16: true", None),
+        ("finetuning_type: full\nbf16: true", "float32"),
+        ("finetuning_type: full\nbf16: true\nuse_badam: true", "bfloat16"),
+        ("finetuning_type: full\nbf16: true\ndeepspeed: ds_z3_config.json", "bfloat16"),
+        ("packing: true\nmax_length: 10", "float32"),
+        ("packing: true\ndtype: bfloat16", "bfloat16"),
     ],
 )
 def test_what_the_weights_are_stored_in(text: str, dtype: str | None) -> None:
@@ -191,6 +204,8 @@ def test_what_an_installed_trl_sets_by_itself_is_in_force(tmp_path: Path, monkey
     [
         ("beta: 0.1\nmax_length: 10", None),
         ("beta: 0.1\nmax_length: 10\nprecompute_ref_log_probs: true", False),
+        ("stage: dpo\nfinetuning_type: full\npref_loss: simpo", False),
+        ("stage: dpo\nfinetuning_type: full\npref_loss: sigmoid", None),
         ("num_generations: 4\nmax_completion_length: 10", False),
         ("num_generations: 4\nbeta: 0.04", True),
         ("learning_rate: 1.0e-4", None),

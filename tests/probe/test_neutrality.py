@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 
-from hfopt.probe import neutrality
+from hfopt.compat import transformers_patches
+from hfopt.probe import neutrality, step_gradients
 from hfopt.probe.neutrality import probe
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
@@ -83,7 +84,7 @@ def _grad_norm_ratio() -> float:
             def on_log(self, *_: Any, logs: Any = None, kept: list[dict[str, float]] = logs, **__: Any) -> None:
                 kept.append(dict(logs))
 
-        with neutrality.undisturbed():
+        with transformers_patches.undisturbed():
             args = transformers.TrainingArguments(
                 output_dir="unused", per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=1, optim="sgd",
                 max_grad_norm=1e9, use_cpu=True, report_to=[], logging_steps=1, save_strategy="no", disable_tqdm=True,
@@ -126,7 +127,7 @@ def test_no_answer_rather_than_a_wrong_one(job_of: Callable[..., TrainJob], monk
     def cannot(*_: Any, **__: Any) -> None:
         raise RuntimeError("shape mismatch")
 
-    monkeypatch.setattr(neutrality, "gradient_ratio", cannot)
+    monkeypatch.setattr(step_gradients, "gradient_ratio", cannot)
     assert probe(job_of("gpt2")) is None
     assert not own_cache.exists()
 
@@ -146,3 +147,28 @@ def test_a_users_own_code_is_not_cached(job_of: Callable[..., TrainJob]) -> None
     workload = from_spec(replace(job.model, trust_remote_code=False), job.data)
     assert neutrality._cached_at(job, workload, "5.0") is None
     assert neutrality._cached_at(job_of("gpt2"), workload, "5.0") is not None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "arguments"),
+    [("SFT", {}), ("DPO", {"loss_type": "ipo"}), ("Reward", {}), ("GRPO", {"num_generations": 2}), ("CPO", {"loss_type": "simpo"})],
+)
+def test_trl_s_own_losses_are_neutral_with_trl_s_own_scaling(trainer: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = TrainJob(
+        path=None,
+        section=(),
+        trainer=trainer,
+        args=arguments,
+        model=ModelSpec(name=str(tmp_path)),
+        data=DataSpec(max_length=16),
+        per_device_batch=8,
+        accumulation=1,
+        uses_trl=True,
+    )
+    answer = probe(job)
+    assert answer is not None and answer.neutral, answer
+    assert answer.ratio == pytest.approx(1.0, abs=1e-4)
