@@ -157,6 +157,10 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
     "trl": {
         "planner/live": tuple(f"trl.{kind}Trainer" for kind in ("SFT", "DPO", "GRPO", "Reward", "KTO")),
         "oom/micro_batch": ("trl.SFTTrainer.compute_loss",),
+        "trace/tiled_head": tuple(
+            f"trl.kernels.chunked_logprob.{name}"
+            for name in ("_use_triton", "_addmm_fp32", "_MM_OUT_DTYPE", "TOKEN_CHUNK_SIZE", "ChunkedLogProbFunction")
+        ),
     },
     "datasets": {
         "model/samples": ("datasets.IterableDataset.take",),
