@@ -117,6 +117,7 @@ def _as_data(table: MemoryTable) -> dict[str, Any]:
         "engine": table.settings.sharding.engine if table.settings.sharding else None,
         "largest_batch": table.largest_batch,
         "largest_batch_with_checkpointing": table.largest.get(True),
+        "evaluation": asdict(table.evaluation) if table.evaluation else None,
         "rows": [_row_data(row) for row in table.rows],
         "seconds": table.seconds,
         "notes": list(table.notes),

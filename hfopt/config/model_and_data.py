@@ -15,6 +15,7 @@ from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
 from hfopt.config.tuning_methods import tuning_method
 from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
+from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task
 
 Trainer = TrainerKind
 
@@ -270,6 +271,15 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
         assumed=_generated_parts(facts) if trainer in ("GRPO", "RLOO") else (),
+    )
+
+
+def read_evaluation_spec(facts: Facts) -> EvaluationSpec:
+    """A name for a metric means that a script computes it; without one nothing is known."""
+    named = facts.has("compute_metrics", "eval_metric", "eval_metrics", "metric_name", "metrics", "metric")
+    return EvaluationSpec(
+        samples=facts.whole("max_eval_samples", "num_eval_samples", "eval_samples", "max_val_samples", "max_validation_samples"),
+        computes_metrics=True if named else None,
     )
 
 

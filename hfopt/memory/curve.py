@@ -125,20 +125,26 @@ class MemoryCurve:
         return replace(same, reserved_bytes=max(same.reserved_bytes, mixed.reserved_bytes), fits=mixed.fits)
 
     def _replay_one_length(self, batch: int, allocator: CachingAllocator) -> Replay:
-        """The two traced steps, a third that repeats the second, then what follows in the timeline."""
+        """The steps, then what follows in the timeline."""
+        steps = self.replay_steps(batch, allocator)
+        if not steps.fits:
+            return steps
+        timeline = self.timeline
+        end = timeline.marks.get("end", len(timeline))
+        rest = replay_events(timeline, zip(timeline.blocks[end:].tolist(), timeline.sizes(batch)[end:], strict=True), allocator)
+        peaks_later = rest.allocated_bytes > steps.allocated_bytes
+        return replace(rest, peak_event=end + rest.peak_event if peaks_later else steps.peak_event)
+
+    def replay_steps(self, batch: int, allocator: CachingAllocator) -> Replay:
+        """The two traced steps and a third that repeats the second, up to the moment at which the Trainer would evaluate."""
         timeline, sizes = self.timeline, self.timeline.sizes(batch)
-        events = list(zip(timeline.blocks.tolist(), sizes, strict=True))
-        if not self.goes_on:
-            return replay_events(timeline, events, allocator)
-        end = timeline.marks["end"]
-        traced_steps = replay_events(timeline, events[:end], allocator)
-        if not traced_steps.fits:
+        end = timeline.marks.get("end", len(timeline))
+        traced_steps = replay_events(timeline, zip(timeline.blocks[:end].tolist(), sizes[:end], strict=True), allocator)
+        if not traced_steps.fits or not self.goes_on:
             return traced_steps
         self._third = self._third or ThirdStep(timeline)
         third = replay_events(timeline, self._third.events(sizes), allocator)
-        rest = replay_events(timeline, events[end:], allocator) if third.fits else third
-        peaks_later = third.fits and rest.allocated_bytes > third.allocated_bytes
-        return replace(rest, peak_event=end + rest.peak_event if peaks_later else traced_steps.peak_event)
+        return replace(third, peak_event=traced_steps.peak_event)
 
     def fits(self, batch: int, budget_bytes: int, *, giving_back: bool = False) -> bool:
         """Does all it reserves stay within `budget_bytes` of device memory, the context included?

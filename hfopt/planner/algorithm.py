@@ -18,10 +18,11 @@ from typing import Any
 
 from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
-from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of, tried_eval_batch
+from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import PlanningOutcome, concluded
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
+from hfopt.planner.evaluation_choice import first_evaluation
 from hfopt.planner.nothing_fits import WOULD_FIT, nothing_fits
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
@@ -31,7 +32,7 @@ from hfopt.planner.space import Space, candidates
 from hfopt.planner.target import device_of
 from hfopt.planner.trace_ahead import Estimator
 from hfopt.planner.trials import Tryout, confirmed
-from hfopt.schema import Candidate, Neutrality, Rejection, Trial
+from hfopt.schema import Candidate, EvaluationPeak, Neutrality, Rejection, Trial
 from hfopt.units import format_bytes
 
 
@@ -58,7 +59,7 @@ def plan_subject(
     *,
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
-    run: Callable[[Candidate, int | None], Trial | None] = lambda candidate, eval_batch: None,
+    run: Callable[[Candidate, EvaluationPeak | None], Trial | None] = lambda candidate, evaluation: None,
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator."""
     device = device_of(subject, request)
@@ -80,9 +81,10 @@ def plan_subject(
     if not found.ranked:
         raise search.explained(nothing_fits(subject, device, pricing, found))
     before = pricing.memory(current), pricing.fits(current)
+    evaluation = first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
 
     def tried(candidate: Candidate) -> Trial | None:
-        return run(candidate, tried_eval_batch(subject, pricing, candidate))
+        return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
 
     result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
     course = PlanningOutcome(
@@ -97,6 +99,7 @@ def plan_subject(
         feeding=feeding,
         result=result,
         neutrality=search.neutrality,
+        evaluation=evaluation,
     )
     return concluded(course)
 

@@ -46,7 +46,7 @@ class Outcome:
     effective_batch: int
     budget_bytes: int
     device: str
-    eval_batch: tuple[int, str] | None = None  # the value and its reason
+    evaluation: tuple[tuple[str, int, str], ...] = ()  # keys of the evaluation, each with its value and reason
     learning_rate: tuple[float, str] | None = None
 
 
@@ -74,7 +74,7 @@ def _batch(outcome: Outcome) -> Iterator[Wanted]:
     chosen, was = after.candidate, before.candidate
     rate, old_rate = format_rate(after.time.samples_per_s, "samples"), format_rate(before.time.samples_per_s, "samples")
     peak = f"{format_bytes(after.memory.device_bytes)} of {format_bytes(outcome.budget_bytes)} usable on {outcome.device}"
-    if not before.fits:
+    if not before.fits and before.evaluation is None:
         why = f"{was.per_device_batch} does not fit ({format_bytes(before.memory.device_bytes)}); this takes {peak}"
     else:
         why = f"{rate} predicted{f' instead of {old_rate}' if before.runs else ''}; takes {peak}"
@@ -137,8 +137,7 @@ def _others(outcome: Outcome) -> Iterator[Wanted]:
         yield "attn_implementation", chosen.attn_implementation, ATTENTION_REASONS[chosen.attn_implementation]
     if outcome.learning_rate is not None:
         yield "learning_rate", *outcome.learning_rate
-    if outcome.eval_batch is not None:
-        yield "per_device_eval_batch_size", *outcome.eval_batch
+    yield from outcome.evaluation
 
 
 def _loader(outcome: Outcome) -> Iterator[Wanted]:

@@ -1,4 +1,4 @@
-"""What may be chosen for this job on this device: kernels, candidates, and the batch of the evaluation.
+"""What may be chosen for this job on this device: kernels and candidates.
 
 Other kernels for the same computation, tried only where the user allows it: attention implementations, and liger's fused loss.
 
@@ -6,8 +6,6 @@ What is offered is what can run on the card and be written into the config. flas
 unpadded samples; of liger's kernels only the fused loss is modelled. Both are estimates, and the reason says so.
 
 What may be chosen for this job on this device: the config's own settings as a candidate, and the space around them.
-
-The batch of the evaluation, where the config evaluates: it keeps no activations, so it can hold what the training step can.
 """
 
 from __future__ import annotations
@@ -26,11 +24,9 @@ from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.grpo import batch_rule
-from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.planner.target import TargetDevice
-from hfopt.probe.dry_run import evaluates
 from hfopt.schema import Candidate, Checkpointing, Gpu, TrainJob
 
 LIGER_TYPES = frozenset(
@@ -211,27 +207,3 @@ def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing
 def _graded(job: TrainJob) -> bool:
     """every_n_layers is known to transformers from 5.22 on."""
     return release(installed().version) >= (5, 22)
-
-
-KEY = "per_device_eval_batch_size"
-
-
-def eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> tuple[int, str] | None:
-    """The new value with its reason; None where the config's own stays. It is never lowered: what training can hold says nothing
-    against a batch that keeps no activations."""
-    args = subject.job.args
-    if not evaluates(args):
-        return None
-    now = int(args.get(KEY) or defaults()[KEY])
-    limit = pricing.known_limit(winner) or winner.per_device_batch
-    wanted = min(limit, 2 * winner.per_device_batch)
-    wanted = wanted // 8 * 8 if wanted >= 8 else wanted
-    if wanted <= now:
-        return None
-    return wanted, "evaluation keeps no activations: it can hold what training holds"
-
-
-def tried_eval_batch(subject: Subject, pricing: Pricing, winner: Candidate) -> int | None:
-    """What a dry run evaluates with: the planned batch, which is the config's own where that is kept."""
-    planned = None if KEY in subject.job.kept else eval_batch(subject, pricing, winner)
-    return None if planned is None else planned[0]

@@ -16,8 +16,9 @@ from hfopt.facts.gradient_growth import grows_with_accumulation, words
 from hfopt.facts.training_keys import installed
 from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
-from hfopt.planner.choices import attention_choices, defaults, eval_batch, liger_choices, liger_note
+from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note
 from hfopt.planner.data_feed import Feeding
+from hfopt.planner.evaluation_choice import FirstEvaluation
 from hfopt.planner.grpo import batch_rule, check_generation
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
@@ -123,6 +124,7 @@ class PlanningOutcome:
     before: tuple[MemoryPeak, bool]  # predicted before any correction, and whether it fits
     result: Confirmed
     neutrality: Neutrality | None
+    evaluation: FirstEvaluation | None = None  # None: nothing is evaluated, or not on a card
 
 
 def concluded(course: PlanningOutcome) -> Plan:
@@ -175,7 +177,12 @@ def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen
     demand = winner_time if measured_s is None else replace(winner_time, step_s=measured_s)
     before = feeding.chosen(current, pricing.time(current), course.before[0], fits=course.before[1], loader=feeding.current())
     after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, demand))
-    return replace(before, fault=course.allowed.fault), after
+    before = replace(before, fault=course.allowed.fault)
+    if course.evaluation is None:
+        return before, after
+    own = course.evaluation.as_configured(current) if before.fits else None
+    before = replace(before, evaluation=own, fits=before.fits and (own is None or own.fits))
+    return before, replace(after, evaluation=course.evaluation.planned(winner)[0])
 
 
 def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Change, ...]:
@@ -186,7 +193,7 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         effective_batch=course.space.effective_batch,
         budget_bytes=course.device.budget_bytes,
         device=course.device.name,
-        eval_batch=eval_batch(course.subject, course.pricing, course.result.winner[0]),
+        evaluation=() if course.evaluation is None else course.evaluation.planned(course.result.winner[0])[1],
         learning_rate=_learning_rate(course),
     )
     return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=job.kept), outcome)
@@ -243,6 +250,7 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     yield from course.allowed.warnings
     yield from subject.workload.notes
     yield from _generation(course)
+    yield from course.evaluation.notes if course.evaluation is not None else ()
     yield from course.pricing.estimate(course.result.winner[0]).notes
     for offer in (attention_choices(subject, request.allow, course.device.gpu), liger_choices(subject, request.allow)):
         if offer.note is not None:

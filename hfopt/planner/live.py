@@ -26,6 +26,7 @@ from hfopt.model.losses import trained_modules
 from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
 from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, TrainerKind, TrainJob
+from hfopt.schema import DataSpec, EvaluationSpec, Gpu, Hardware, ModelSpec, TrainJob
 
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _KINDS: dict[str, TrainerKind] = {
@@ -185,13 +186,16 @@ def _from_trainer(trainer: Any, request: Request) -> Subject:
     hardware = live_hardware(trainer, request)
     workload = from_trainer(trainer)
     world = data_parallel_world(trainer) if not hardware.hypothetical else max(1, len(hardware.gpus))
-    job = _job(trainer.args, request, model=ModelSpec(name=workload.name), data=DataSpec(samples=_samples(trainer)), world=world)
+    job = _job(
+        trainer.args, request, model=ModelSpec(name=workload.name), data=DataSpec(samples=_samples(trainer.train_dataset)), world=world
+    )
     kept, feeding = kept_keys(trainer), feeding_limits(trainer)
     job = replace(
         job,
         trainer=kind_of(trainer),
         args={**job.args, **_in_force(trainer)},
         kept=job.kept | kept.keys | feeding.keys,
+        evaluation=_evaluation(trainer),
     )
     return Subject(
         job=job,
@@ -242,6 +246,14 @@ def _plain(value: Any) -> Any:
     return getattr(value, "value", value)
 
 
-def _samples(trainer: Any) -> int | None:
-    data = trainer.train_dataset
+def _samples(data: Any) -> int | None:
     return len(data) if hasattr(data, "__len__") else None
+
+
+def _evaluation(trainer: Any) -> EvaluationSpec:
+    """Several evaluation sets come one after the other: the largest counts."""
+    data = getattr(trainer, "eval_dataset", None)
+    sizes = [_samples(one) for one in (data.values() if isinstance(data, dict) else [data])]
+    known = [size for size in sizes if size is not None]
+    computes = getattr(trainer, "compute_metrics", None) is not None
+    return EvaluationSpec(samples=max(known, default=None) if len(known) == len(sizes) else None, computes_metrics=computes)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfopt.config.settings import full_checkpointing
-from hfopt.errors import ConfigError
+from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
 from hfopt.planner.choices import current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
+from hfopt.planner.evaluation_choice import NOT_ESTIMATED, Behind, eval_batch_of, evaluation_peak, read_evaluation, trace_evaluation
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.planner.target import memory_pricing
@@ -19,6 +20,7 @@ from hfopt.schema import (
     Candidate,
     Checkpointing,
     DataSpec,
+    EvaluationPeak,
     Gpu,
     MemoryPeak,
     MemoryRow,
@@ -89,6 +91,7 @@ def memory_table(
     named = (*unseen(job.args, job.trainer), *liger_note(subject))
     notes = [*subject.hardware.notes, *subject.notes, *subject.repairs, *named, *_remarks(workload, settings, gpu), *notes]
     rows: list[MemoryRow] = []
+    evaluation: EvaluationPeak | None = None
     largest: dict[bool, int | None] = {}
     available = None if gpu is None else gpu.available_bytes
     seconds = 0.0
@@ -100,6 +103,8 @@ def memory_table(
         progress("replaying the allocator …")
         room = None if available is None else available - pricing.added_bytes(candidate)
         largest[way.on] = result.curve.largest_batch(room, giving_back=True) if room is not None else None
+        if way == own.checkpointing:
+            evaluation = _evaluation(subject, pricing, candidate, room, notes)
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
             is_asked = size == job.per_device_batch and way == own.checkpointing
             rows.append(_row(pricing, replace(candidate, per_device_batch=size), available, is_asked=is_asked))
@@ -117,7 +122,25 @@ def memory_table(
         seconds=seconds,
         assumed=subject.assumed,
         notes=tuple(notes),
+        evaluation=evaluation,
     )
+
+
+def _evaluation(subject: Subject, pricing: Pricing, candidate: Candidate, room: int | None, notes: list[str]) -> EvaluationPeak | None:
+    """The first one, behind the config's own training; a note says what of it is assumed, or why there is none."""
+    reading = read_evaluation(subject)
+    if reading is None:
+        return None
+    notes += reading.assumed
+    training = pricing.estimate(candidate).curve
+    allowed = None if room is None else room - training.context_bytes
+    behind = Behind(training=training, batch=subject.job.per_device_batch, room_bytes=allowed)
+    try:
+        curve = trace_evaluation(subject, reading, *pricing.traced_as(pricing.settings(candidate)))
+    except TraceError as error:
+        notes.append(f"{NOT_ESTIMATED}: {error}")
+        return None
+    return evaluation_peak(curve, behind, reading.settings, eval_batch_of(subject))
 
 
 def _row(pricing: Pricing, candidate: Candidate, available: int | None, *, is_asked: bool) -> MemoryRow:

@@ -205,6 +205,11 @@ class Pricing:
         curve = self.estimate(candidate).curve
         return curve.fits(candidate.per_device_batch, self._budget_of(curve, -self._held_bytes(candidate)))
 
+    def room_bytes(self, candidate: Candidate) -> int:
+        """Of the budget, what its curve's allocator may reserve."""
+        curve = self.estimate(candidate).curve
+        return self._budget_of(curve, -self._held_bytes(candidate)) - curve.context_bytes
+
     def estimate(self, candidate: Candidate) -> Estimate:
         return self._estimate(self.settings(candidate))
 
@@ -234,15 +239,15 @@ class Pricing:
     def expect(self, candidates: Sequence[Candidate]) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start([self._traced_as(self.settings(candidate)) for candidate in candidates])
+            self.estimator.start([self.traced_as(self.settings(candidate)) for candidate in candidates])
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates:
             self.progress(f"tracing {self.workload.name}: {_words(settings)}")
-            self._estimates[settings] = self.estimator(*self._traced_as(settings))
+            self._estimates[settings] = self.estimator(*self.traced_as(settings))
         return self._estimates[settings]
 
-    def _traced_as(self, settings: StepSettings) -> tuple[Workload, StepSettings]:
+    def traced_as(self, settings: StepSettings) -> tuple[Workload, StepSettings]:
         """Another attention is another model: it is built with it, and its batches may look different."""
         name = settings.attn_implementation
         if name is None or self.with_attention is None:

@@ -11,7 +11,7 @@ from typing import Any
 from hfopt.config.read_job import Loaded
 from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
-from hfopt.schema import Candidate, Change, Chosen, PlanCharts, PlanFacts, PlannedMemory, Priced
+from hfopt.schema import Candidate, Change, Chosen, EvaluationPeak, PlanCharts, PlanFacts, PlannedMemory, Priced
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -191,4 +191,16 @@ def _chosen(chosen: Chosen) -> dict[str, Any]:
         "dataloader_num_workers": chosen.loader.workers,
         "fits": chosen.fits,
         "fault": chosen.fault,
+        "evaluation": None if chosen.evaluation is None else _evaluation(chosen.evaluation),
+    }
+
+
+def _evaluation(found: EvaluationPeak) -> dict[str, Any]:
+    return {
+        "per_device_eval_batch_size": found.batch,
+        "eval_accumulation_steps": found.accumulation_steps,
+        "keeps_predictions": found.keeps_predictions,
+        "kept_bytes_per_sample": found.kept_bytes_per_sample,
+        "peak_allocated_bytes": found.memory.allocated_bytes,
+        "fits": found.fits,
     }

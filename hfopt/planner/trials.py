@@ -28,7 +28,7 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress
 from hfopt.planner.search import SearchResult
 from hfopt.probe.dry_run import Extent, Prepared
-from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, Gpu, Hardware, StepTime, TrainJob, Trial
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, EvaluationPeak, Gpu, Hardware, StepTime, TrainJob, Trial
 from hfopt.virtual.environment import available
 
 MOST_FAILURES = 4
@@ -228,7 +228,7 @@ class Tryout:
         except VirtualGpuError as error:
             self._where, self.note = None, f"not rehearsed: {error}"
 
-    def __call__(self, candidate: Candidate, eval_batch: int | None = None) -> Trial | None:
+    def __call__(self, candidate: Candidate, evaluation: EvaluationPeak | None = None) -> Trial | None:
         if self._where is None:
             return None
         if self._where == "virtual" and (own := _own_kernels(candidate)) is not None:
@@ -243,7 +243,7 @@ class Tryout:
         ready, self._ready = self._ready or self._start(), None
         assert ready is not None
         with ready:
-            return ready.run(candidate, eval_batch=eval_batch)
+            return ready.run(candidate, evaluation=evaluation)
 
     def close(self) -> None:
         if self._ready is not None:

@@ -25,7 +25,7 @@ from typing import IO, Any, Literal
 from hfopt.errors import DryRunError
 from hfopt.process import child_process
 from hfopt.redact import said
-from hfopt.schema import Candidate, Gpu, TrainJob, Trial
+from hfopt.schema import Candidate, EvaluationPeak, Gpu, TrainJob, Trial
 from hfopt.units import format_seconds
 from hfopt.virtual.environment import environment
 
@@ -98,9 +98,9 @@ def training_arguments(
     steps: int,
     output_dir: str,
     fields: Collection[str],
-    eval_batch: int | None = None,
+    evaluation: EvaluationPeak | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for TrainingArguments; keys this version does not have are left out. eval_batch: instead of the job's own."""
+    """Keyword arguments for TrainingArguments; keys this version does not have are left out. evaluation: instead of the job's own."""
     chosen = {key: value for key, value in job.args.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
     chosen |= {
         "output_dir": output_dir,
@@ -112,8 +112,8 @@ def training_arguments(
         "use_liger_kernel": candidate.use_liger_kernel,
         "use_cpu": device == "cpu",
     }
-    if eval_batch is not None:
-        chosen["per_device_eval_batch_size"] = eval_batch
+    if evaluation is not None:
+        chosen |= {"per_device_eval_batch_size": evaluation.batch, "eval_accumulation_steps": evaluation.accumulation_steps}
     if candidate.optim is not None:
         chosen["optim"] = candidate.optim
     if candidate.checkpointing.on:
@@ -169,12 +169,12 @@ class Prepared:
             stack.callback(self._running.end)
             self._stack = stack.pop_all()
 
-    def run(self, candidate: Candidate, *, eval_batch: int | None = None, timeout_s: float = 300.0) -> Trial:
-        """Real optimizer steps with full accumulation windows of the longest batch, then one evaluation step where the job evaluates.
+    def run(self, candidate: Candidate, *, evaluation: EvaluationPeak | None = None, timeout_s: float = 300.0) -> Trial:
+        """Real optimizer steps with full accumulation windows of the longest batch, then an evaluation where the job evaluates.
 
-        eval_batch: what it evaluates with, when it is not the job's own.
+        evaluation: what it evaluates with, when it is not the job's own.
         """
-        self._order.write(pickle.dumps((candidate, eval_batch)))
+        self._order.write(pickle.dumps((candidate, evaluation)))
         ended = self._running.wait(timeout_s)
         return Trial(device=self._device, candidate=candidate, **_facts(self._folder, ended, self._log, timeout_s))
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from hfopt.compat.fast_import import lean_imports, spare_datasets, spare_scipy
 from hfopt.errors import HfoptError
-from hfopt.schema import Candidate
+from hfopt.schema import Candidate, EvaluationPeak
 
 
-def _told(folder: Path) -> tuple[Candidate, int | None]:
-    """Waits for the candidate and the batch to evaluate with."""
+def _told(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
+    """Waits for the candidate and how to evaluate."""
     with (folder / "candidate").open("rb") as pipe:
-        told: tuple[Candidate, int | None] = pickle.load(pipe)
+        told: tuple[Candidate, EvaluationPeak | None] = pickle.load(pipe)
     return told
 
 

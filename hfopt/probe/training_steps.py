@@ -2,7 +2,7 @@
 
 What a dry run measures: the device's peak memory, the time of a step, the wait for its data.
 
-Real optimizer steps of one candidate by the real Trainer on the longest batches, then one evaluation step, measured.
+Real optimizer steps of one candidate by the real Trainer on the longest batches, then an evaluation of a batch or two, measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_job
 from hfopt.model.losses import REFERENCE
 from hfopt.probe.dry_run import Device, Extent, evaluates, training_arguments
-from hfopt.schema import Candidate, TrainJob, Workload
+from hfopt.schema import Candidate, EvaluationPeak, TrainJob, Workload
 
 _FEW_STEPS = 4
 
@@ -148,8 +148,10 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
         return index
 
 
-def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate, int | None], output: Path, clock: MeasuredSteps) -> Any:
-    candidate, eval_batch = told
+def _trainer(
+    workload: Workload, model: Any, order: Order, told: tuple[Candidate, EvaluationPeak | None], output: Path, clock: MeasuredSteps
+) -> Any:
+    candidate, evaluation = told
     run = min(candidate.accumulation, order.extent.micro_batches or candidate.accumulation)
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     chosen = training_arguments(
@@ -159,7 +161,7 @@ def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate
         steps=order.extent.steps,
         output_dir=str(output),
         fields=fields,
-        eval_batch=eval_batch,
+        evaluation=evaluation,
     )
     args = transformers.TrainingArguments(**chosen)
     compute_loss = workload.compute_loss
@@ -196,12 +198,14 @@ def _trainer(workload: Workload, model: Any, order: Order, told: tuple[Candidate
     if candidate.checkpointing.on and candidate.checkpointing.use_reentrant:
         let_gradients_through(model)
     window = candidate.per_device_batch * candidate.accumulation
+    keeps = evaluation is not None and evaluation.keeps_predictions
     trainer = DryTrainer(
         model=model,
         args=args,
         train_dataset=_Samples(window * order.extent.steps),
-        eval_dataset=_Samples(args.per_device_eval_batch_size),
+        eval_dataset=_Samples((2 if keeps else 1) * args.per_device_eval_batch_size),
         data_collator=collate,
+        compute_metrics=(lambda predictions: {}) if keeps else None,  # then the Trainer keeps what they would be computed from
         callbacks=[clock],
     )
     if (reference := getattr(model, REFERENCE, None)) is not None:  # it computes in the Trainer's precision too
@@ -240,8 +244,8 @@ def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Param
             module._buffers[name] = buffer.to("cuda")
 
 
-def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], output: Path) -> dict[str, Any]:
-    """One dry run; `told` waits for the candidate and the batch to evaluate with. Any error but memory's leaves this function."""
+def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | None]], output: Path) -> dict[str, Any]:
+    """One dry run; `told` waits for the candidate and how to evaluate. Any error but memory's leaves this function."""
     transformers.logging.set_verbosity_error()
     if order.device != "cpu" and not torch.cuda.is_available():
         raise DryRunError("there is no CUDA device here to run on")
@@ -253,14 +257,14 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, int | None]], outp
     phase = "loading the model"
     try:
         model = _build(workload, order.device)
-        candidate, eval_batch = told()
+        candidate, evaluation = told()
         if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
             del model
             meter.empty()
             spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
             workload = from_job(dataclasses.replace(order.job, model=spec))
             model = _build(workload, order.device)
-        trainer = _trainer(workload, model, order, (candidate, eval_batch), output, clock)
+        trainer = _trainer(workload, model, order, (candidate, evaluation), output, clock)
         phase = "the training steps"
         trainer.train()
         trainer.held = None

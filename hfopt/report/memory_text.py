@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from hfopt.report.text import assumed_lines
+from hfopt.report.text import assumed_lines, evaluation_words
 from hfopt.schema import Breakdown, MemoryRow, MemoryTable
 from hfopt.units import format_bytes
 
@@ -43,6 +43,8 @@ def print_memory(console: Console, table: MemoryTable) -> None:
     console.print()
     for line in verdict(table):
         console.print(line)
+    if table.evaluation is not None:
+        console.print(evaluation_words(table.evaluation))
     for note in table.notes:
         console.print(f"note: {note}")
 

@@ -10,7 +10,19 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hfopt.schema import REHEARSED_MICRO_BATCHES, Assumption, Candidate, Change, Chosen, Correction, MemoryPeak, PlanFacts, Priced, Trial
+from hfopt.schema import (
+    REHEARSED_MICRO_BATCHES,
+    Assumption,
+    Candidate,
+    Change,
+    Chosen,
+    Correction,
+    EvaluationPeak,
+    MemoryPeak,
+    PlanFacts,
+    Priced,
+    Trial,
+)
 from hfopt.speed.efficiency import efficiency, limits, settings_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -178,13 +190,30 @@ def _memory(facts: PlanFacts) -> Iterator[Line]:
     yield "title", f"Memory (predicted; {format_bytes(facts.budget_bytes)} may be used)"
     for name, chosen in (("before", facts.before), ("after", facts.after)):
         memory = chosen.memory
-        fits = "" if chosen.fits else ", DOES NOT FIT"
-        yield "plain" if chosen.fits else "bad", f"  {name:<7} {format_bytes(memory.device_bytes)} at batch {memory.batch}{fits}"
+        fits = chosen.fits or chosen.evaluation is not None  # an evaluation that does not fit has its own line
+        verdict = "" if fits else ", DOES NOT FIT"
+        yield "plain" if fits else "bad", f"  {name:<7} {format_bytes(memory.device_bytes)} at batch {memory.batch}{verdict}"
     yield from _breakdown(facts.after.memory)
+    yield from _evaluation(facts)
     if facts.trial is not None:
         yield from _tried(facts.trial, facts.correction)
     else:
         yield "soft", "          not verified on a device"
+
+
+def _evaluation(facts: PlanFacts) -> Iterator[Line]:
+    for name, found in (("before", facts.before.evaluation), ("after", facts.after.evaluation)):
+        if found is not None and (name == "after" or not found.fits):
+            yield "plain" if found.fits else "bad", f"  {name:<7} {evaluation_words(found)}"
+
+
+def evaluation_words(found: EvaluationPeak) -> str:
+    """'first evaluation: 1.20 GiB at batch 16, predictions kept (3.20 MiB a sample), DOES NOT FIT'."""
+    parts = [f"first evaluation: {format_bytes(found.memory.allocated_bytes + found.memory.context_bytes)} at batch {found.batch}"]
+    if found.keeps_predictions:
+        moved = "until the end" if found.accumulation_steps is None else f"for {found.accumulation_steps} batches"
+        parts.append(f"predictions kept {moved} ({format_bytes(found.kept_bytes_per_sample)} a sample)")
+    return ", ".join([*parts, *([] if found.fits else ["DOES NOT FIT"])])
 
 
 def _breakdown(memory: MemoryPeak) -> Iterator[Line]:

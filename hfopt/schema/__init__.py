@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.charts import BatchPoint, PlanCharts, RunDifference, RunMark, RunPoint, RunView, TimelinePoint
+from hfopt.schema.evaluation import EvaluationPeak, EvaluationSettings, GenerationSettings, MemoryTable
 from hfopt.schema.hardware import Gpu, Hardware, Host
 from hfopt.schema.job import (
     ALLOWABLE,
     Assumption,
     Change,
     DataSpec,
+    EvaluationSpec,
     Lora,
     ModelSpec,
     Place,
@@ -51,7 +53,6 @@ from hfopt.schema.step_cost import (
     LoaderPlan,
     MemoryPeak,
     MemoryRow,
-    MemoryTable,
     OpCost,
     Sharding,
     StepSettings,
@@ -79,7 +80,11 @@ __all__ = [
     "DataSpec",
     "EngineChoice",
     "EngineName",
+    "EvaluationPeak",
+    "EvaluationSettings",
+    "EvaluationSpec",
     "Finding",
+    "GenerationSettings",
     "Gpu",
     "GpuReading",
     "GpuWindow",

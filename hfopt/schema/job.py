@@ -129,6 +129,14 @@ class DataSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationSpec:
+    """What a config, or a live Trainer, says of the evaluations beside the training arguments."""
+
+    samples: int | None = None  # over all ranks
+    computes_metrics: bool | None = None  # compute_metrics is given to the Trainer; None: unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainJob:
     """A config, read: the arguments of TrainingArguments it sets (right types, current names) and what is trained on what."""
 
@@ -143,6 +151,7 @@ class TrainJob:
     world_size: int = 1  # data-parallel ranks
     uses_trl: bool = False  # TRL's own trainer, not another tool's of the same kind
     kept: frozenset[str] = frozenset()  # keys the user asked to leave alone
+    evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
 
     @property
     def effective_batch(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.schema.candidate import Candidate, Priced, Rejection
+from hfopt.schema.evaluation import EvaluationPeak
 from hfopt.schema.hardware import Hardware
 from hfopt.schema.job import Assumption, Change, TrainJob
 from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, StepTime
@@ -21,8 +22,9 @@ class Chosen:
     memory: MemoryPeak
     time: StepTime
     loader: LoaderPlan
-    fits: bool
+    fits: bool  # the training, and the first evaluation where there is one
     fault: str | None = None  # why it cannot run at all, so that no speed of it means anything
+    evaluation: EvaluationPeak | None = None  # None: nothing is evaluated, it cannot be estimated, or the training does not fit already
 
     @property
     def runs(self) -> bool:

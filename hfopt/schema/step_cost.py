@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfopt.schema.hardware import Gpu
-from hfopt.schema.job import Assumption, Precision
+from hfopt.schema.job import Precision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,30 +153,6 @@ class MemoryRow:
     fits: bool | None  # None: no card was named
     spare_bytes: int | None  # negative: missing
     asked: bool = False  # the batch and checkpointing of the config itself
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryTable:
-    """What `hfopt estimate` says: the memory of one step by batch size and checkpointing."""
-
-    model: str
-    model_class: str
-    parameters: int
-    trainable_parameters: int
-    device: Gpu | None
-    available_bytes: int | None  # what the card has for this process
-    settings: StepSettings  # as the config has them
-    sample: str | None  # '512 tokens', '224 × 224 pixels'
-    rows: tuple[MemoryRow, ...]
-    largest: Mapping[bool, int | None]  # by checkpointing: the largest batch that fits
-    seconds: float
-    assumed: tuple[Assumption, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def largest_batch(self) -> int | None:
-        """With the config's own checkpointing."""
-        return self.largest.get(self.settings.checkpointing.on)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,7 +64,7 @@ class TrainerLoop:
             recorder.mark(f"step_{step}")
             self.before_step(step)
             window = [self.session.to_device() for _ in range(self.settings.accumulation)]
-            items = self._count_items(window)
+            items = self.count_items(window)
             recorder.costing = last
             for micro, inputs in enumerate(window[:2]):
                 recorder.mark(f"step_{step}_micro_{micro}")
@@ -106,7 +106,7 @@ class TrainerLoop:
 
     # ------------------------------------------------------------------------------------------ one micro-batch
 
-    def _count_items(self, window: list[dict[str, Any]]) -> Any:
+    def count_items(self, window: list[dict[str, Any]]) -> Any:
         if not self.accepts_loss_kwargs or any(not isinstance(batch.get("labels"), torch.Tensor) for batch in window):
             return None
         return sum(batch["labels"].ne(-100).sum() for batch in window)
@@ -127,10 +127,17 @@ class TrainerLoop:
         return loss.detach()
 
     def compute_loss(self, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.loss_and_outputs(inputs, items)[0]
+        return loss
+
+    def loss_and_outputs(self, inputs: dict[str, Any], items: Any) -> tuple[Any, Any]:
+        """`compute_loss` with `return_outputs`; a loss of its own keeps its outputs to itself (None)."""
         inputs = dict(inputs)
         if self._compute_loss is not None:
             with self._autocast_forwards():
                 return self._compute_loss(self.model, inputs)
+            with self._autocast():
+                return self._compute_loss(self.model, inputs), None
         labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
         if labels is not None and "decoder_input_ids" not in inputs and (shifted := _decoder_inputs(self.model, labels)) is not None:
             inputs["decoder_input_ids"] = shifted
@@ -140,12 +147,16 @@ class TrainerLoop:
         self._classify_logits(outputs)
         if labels is not None:
             counted = {"num_items_in_batch": items} if _counts_items(self.smoother) else {}
-            return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), **counted)
-        return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+            return self.smoother(outputs, labels, shift_labels=_shifts_labels(self.model), **counted), outputs
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
     def forward(self, inputs: dict[str, Any]) -> Any:
+        return self.converted(lambda: self.model(**inputs))
+
+    def converted(self, forward: Callable[[], Any]) -> Any:
+        """A forward as accelerate wraps it: under autocast, with outputs in float32."""
         with self._autocast():
-            outputs = self.model(**inputs)
+            outputs = forward()
         return self._in_float32(outputs)
 
     def _autocast(self) -> Any:

@@ -30,7 +30,7 @@ class FakePrepared:
         self.options, self.closed, self.asked = options, False, 0
         FakePrepared.started.append(self)
 
-    def run(self, candidate: Candidate, *, eval_batch: int | None = None) -> Trial:
+    def run(self, candidate: Candidate, *, evaluation: Any = None) -> Trial:
         self.asked += 1
         return Trial(device="virtual", candidate=candidate, outcome="ok")
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.memory.evaluation_step import EvaluationSettings, evaluation_curve
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
@@ -100,12 +99,3 @@ def test_accumulation_keeps_gradients_through_the_second_micro_batch(tiny_gpt2: 
 def test_fp16_with_a_scaler_and_both_kinds_of_checkpointing(tiny_gpt2: Make, reentrant: bool) -> None:
     settings = StepSettings(precision="fp16", checkpointing=Checkpointing(every_n_layers=1, use_reentrant=reentrant))
     assert estimate(tiny_gpt2(), settings).curve.peak(8).reserved_bytes > 0
-
-
-def test_evaluation_keeps_logits_until_they_are_moved(tiny_gpt2: Make) -> None:
-    workload = tiny_gpt2()
-    kept = evaluation_curve(workload, StepSettings(), EvaluationSettings(batches=50)).peak(8)
-    moved = evaluation_curve(workload, StepSettings(), EvaluationSettings(batches=50, accumulation_steps=4)).peak(8)
-    one_batch = 8 * 64 * 1000 * 4
-    assert kept.allocated_bytes - moved.allocated_bytes > 40 * one_batch
-    assert "evaluation" in (kept.moment or "")
