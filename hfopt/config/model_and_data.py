@@ -14,8 +14,7 @@ from hfopt.config.lookup import Facts
 from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
 from hfopt.config.tuning_methods import tuning_method
-from hfopt.schema import Assumption, DataSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
-from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task
+from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
 
 Trainer = TrainerKind
 

@@ -14,11 +14,9 @@ from typing import Any
 
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.model_and_data import read_data, read_model
+from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of
 from hfopt.config.trainer_kind import trainer_kind
-from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model, trainer_kind
-from hfopt.config.other_tools import Dialect, ToolSpelling, dialect_of, implied, tool_of
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes

@@ -48,6 +48,19 @@ def installed() -> Installed:
         raise ConfigError(f"cannot read the installed transformers: {error}") from error
 
 
+@cache
+def trl_default(trainer: str, key: str) -> Any:
+    """The default of a key in the installed TRL's config of a trainer ('GRPO'); None where TRL or the key is not there."""
+    folder = source_folder("trl")
+    source = None if folder is None else folder / "trainer" / f"{trainer.lower()}_config.py"
+    if source is None or not source.is_file():
+        return None
+    text = source.read_text(encoding="utf-8")
+    head = _class_head(text, f"{trainer}Config")
+    found = _fields(text, f"{trainer}Config", {}).get(key) if head is not None else None
+    return None if found is None else found.default
+
+
 def read(folder: Path, version: str) -> Installed:
     """The fields in `folder/training_args.py` and its companions."""
     source = (folder / "training_args.py").read_text(encoding="utf-8")

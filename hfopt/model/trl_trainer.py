@@ -25,6 +25,7 @@ from hfopt.compat.transformers_patches import undisturbed
 from hfopt.errors import WorkloadError
 from hfopt.model.losses import Alone, apart, carry, loss_of
 from hfopt.model.trl_samples import SampleSize, rows, tokenizer
+from hfopt.schema import GENERATING
 
 CARRIED_TRAINER = "_hfopt_trainer"
 """On a model that a trainer was made around: that trainer. A plain attribute, no part of the model."""
@@ -40,7 +41,6 @@ _PLACES: Mapping[str, tuple[str, ...]] = {
     "CPO": ("trl", "trl.experimental.cpo"),
 }
 """Where TRL keeps the trainer of a kind, and has kept it."""
-GENERATING = frozenset({"GRPO", "RLOO"})
 
 _NOT_OF_THE_STEP = frozenset(
     {

@@ -11,8 +11,8 @@ from hfopt.model.collated import Collated, collator_of
 from hfopt.model.sample_shape import SFT_LENGTH, position_limit
 from hfopt.model.samples import Generated, Samples
 from hfopt.model.trl_samples import SampleSize
-from hfopt.model.trl_trainer import GENERATING, TrlClasses, TrlSetup, trl_classes
-from hfopt.schema import DataSpec
+from hfopt.model.trl_trainer import TrlClasses, TrlSetup, trl_classes
+from hfopt.schema import GENERATING, DataSpec
 
 PROMPT = 512  # tokens, where a config of GRPO or RLOO does not say
 COMPLETION = 256  # TRL's default of max_completion_length

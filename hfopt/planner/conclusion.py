@@ -26,6 +26,7 @@ from hfopt.planner.result import Plan
 from hfopt.planner.space import Precisions, Space
 from hfopt.planner.target import TargetDevice
 from hfopt.planner.trials import Confirmed
+from hfopt.planner.vllm_share import check_vllm, phases
 from hfopt.schema import (
     Advice,
     Candidate,
@@ -148,6 +149,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         warnings=_warnings(course),
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
         weights_dtype=device.stored_in(subject.workload),
+        phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
     )
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),
@@ -268,6 +270,9 @@ def _generation(course: PlanningOutcome) -> Iterator[str]:
     winner, dtype = course.result.winner[0], device.stored_in(workload)
     peak = course.pricing.memory(winner)
     yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
+    if device.vllm is not None and device.gpu is not None:
+        card = device.gpu.available_bytes
+        yield from check_vllm(device.vllm, course.subject, peak, card_bytes=card, precision=winner.precision, dtype=dtype)
 
 
 def _failures(course: PlanningOutcome) -> Iterator[str]:

@@ -16,7 +16,17 @@ from hfopt.facts.training_keys import installed
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Subject
 from hfopt.probe.dry_run import evaluates
-from hfopt.schema import Candidate, EvaluationPeak, EvaluationSettings, GenerationSettings, MemoryPeak, StepSettings, Task, Workload
+from hfopt.schema import (
+    GENERATING,
+    Candidate,
+    EvaluationPeak,
+    EvaluationSettings,
+    GenerationSettings,
+    MemoryPeak,
+    StepSettings,
+    Task,
+    Workload,
+)
 from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ SMALL_PREDICTIONS: frozenset[Task] = frozenset(
     ("sequence_classification", "token_classification", "question_answering", "image_classification", "audio_classification")
 )
 """A few numbers for a sample or a token: keeping them costs little, and scripts for these tasks mostly compute metrics."""
-_TRL = frozenset(("SFT", "DPO", "GRPO", "Reward", "KTO"))
+_PLAIN = frozenset(("Trainer", "Seq2SeqTrainer"))
 Wanted = tuple[str, int, str]  # key, value, reason
 
 
@@ -45,9 +55,9 @@ class EvaluationReading:
 
 
 def read_evaluation(subject: Subject) -> EvaluationReading | None:
-    """None where the job does not evaluate while it trains."""
+    """None where the job does not evaluate while it trains, or evaluates by the same steps that train it."""
     args, spec = subject.job.args, subject.job.evaluation
-    if not evaluates(args):
+    if not evaluates(args) or subject.job.trainer in GENERATING:  # those generate and score, as in training
         return None
     keeps, assumed = _keeps_predictions(subject)
     generation = _generation(subject) if keeps else None
@@ -78,7 +88,7 @@ def _keeps_predictions(subject: Subject) -> tuple[bool, tuple[str, ...]]:
         return False, ()
     if known is not None:
         return known, ()
-    if job.trainer in _TRL:
+    if job.trainer not in _PLAIN:
         return False, ()
     sign = _sign_of_metrics(args)
     if sign is not None:

@@ -15,17 +15,18 @@ step's peak. No candidate changes it: the generation batch is the user's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hfopt.compat.versions import is_at_least, package_version
 from hfopt.errors import NothingFits
+from hfopt.facts.training_keys import trl_default
 from hfopt.planner.request import Subject
-from hfopt.schema import MemoryPeak, Precision, TrainJob
+from hfopt.schema import GENERATING, MemoryPeak, Precision, TrainJob
 from hfopt.units import MIB, format_bytes
 
-_GENERATIONS = 8  # TRL's default of num_generations
+_GENERATIONS = {"GRPO": 8, "RLOO": 2}  # defaults of num_generations, where TRL is not installed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ def batch_rule(job: TrainJob) -> BatchRule:
     Stated as a size it must divide into micro-batches; stated as steps it would change with the batch, which therefore stays; left to TRL
     it is the effective batch, which no candidate changes. Before TRL 0.16 each global batch had to hold whole groups.
     """
-    if job.trainer not in ("GRPO", "RLOO"):
+    if job.trainer not in GENERATING:
         return BatchRule()
     args = job.args
     size, steps = args.get("generation_batch_size"), args.get("steps_per_generation")
@@ -52,11 +53,12 @@ def batch_rule(job: TrainJob) -> BatchRule:
         return BatchRule(divides=max(1, size // job.world_size))
     if steps is not None:
         return BatchRule(keeps_pair=True, notes=("steps_per_generation × batch is what is generated at once, so the batch stays",))
-    return BatchRule(multiple=_groups(args) if _old_trl() else 1)
+    return BatchRule(multiple=group_size(job) if _old_trl() else 1)
 
 
-def _groups(args: Mapping[str, Any]) -> int:
-    return int(args.get("num_generations") or _GENERATIONS)
+def group_size(job: TrainJob) -> int:
+    """Completions of one prompt."""
+    return int(job.args.get("num_generations") or trl_default(job.trainer, "num_generations") or _GENERATIONS[job.trainer])
 
 
 def _old_trl() -> bool:
@@ -93,10 +95,7 @@ def completions_at_once(job: TrainJob) -> int:
 def check_generation(subject: Subject, peak: MemoryPeak, *, budget_bytes: int, precision: Precision, dtype: str | None) -> Iterator[str]:
     """What there is to say about it; NothingFits where every run would end in its first generation."""
     job = subject.job
-    if job.trainer not in ("GRPO", "RLOO"):
-        return
-    if job.args.get("use_vllm") is True:
-        yield "vLLM generates: on the same cards it takes the share that vllm_gpu_memory_utilization names, which is not in the estimate"
+    if job.trainer not in GENERATING or job.args.get("use_vllm") is True:
         return
     tokens, writing = subject.workload.shape.length, writing_of(subject, precision=precision, dtype=dtype)
     if writing is None or tokens is None or peak.breakdown is None:
@@ -114,7 +113,7 @@ def check_generation(subject: Subject, peak: MemoryPeak, *, budget_bytes: int, p
 
 
 def _remedy(job: TrainJob, writing: Writing, tokens: int, room_bytes: int) -> str:
-    group = int(job.args.get("num_generations") or _GENERATIONS)
+    group = group_size(job)
     fitting = [rows for rows in range(group, completions_at_once(job), group) if writing.bytes_for(rows, tokens) <= room_bytes]
     if fitting:
         return f"generation_batch_size: {fitting[-1] * job.world_size}, the micro-batch dividing it, generates more often and fits"

@@ -25,8 +25,7 @@ from hfopt.memory.step_memory import context_bytes
 from hfopt.model.losses import trained_modules
 from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
-from hfopt.schema import DataSpec, Gpu, Hardware, ModelSpec, TrainerKind, TrainJob
-from hfopt.schema import DataSpec, EvaluationSpec, Gpu, Hardware, ModelSpec, TrainJob
+from hfopt.schema import DataSpec, EvaluationSpec, Gpu, Hardware, ModelSpec, TrainerKind, TrainJob
 
 BATCH_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _KINDS: dict[str, TrainerKind] = {

@@ -16,6 +16,7 @@ from hfopt.planner.request import Subject, workload_of
 from hfopt.planner.search import SearchResult
 from hfopt.planner.space import divisors
 from hfopt.planner.target import TargetDevice
+from hfopt.planner.vllm_share import advice_when_short
 from hfopt.schema import Candidate, Checkpointing, Lora, MemoryPeak, Quantization, TrainJob
 from hfopt.units import format_bytes
 
@@ -36,10 +37,11 @@ def nothing_fits(subject: Subject, device: TargetDevice, pricing: Pricing, found
     """The error that says what is missing and what would fit."""
     smallest = _smallest(subject, found)
     peak = pricing.memory(smallest)
-    lines = list(_remedies(subject, device, pricing, smallest, peak))
+    lines = [*([] if device.vllm is None else [advice_when_short(device.vllm)]), *_remedies(subject, device, pricing, smallest, peak)]
     need = f"even {_words(smallest, device.stored_in(subject.workload))} needs {format_bytes(peak.device_bytes)}"
     hint = f"{WOULD_FIT}\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
-    return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with", hint=hint)
+    beside = f" beside vLLM's {format_bytes(device.vllm.resident_bytes)}" if device.vllm is not None and not device.vllm.sleeps else ""
+    return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with{beside}", hint=hint)
 
 
 def _smallest(subject: Subject, found: SearchResult) -> Candidate:

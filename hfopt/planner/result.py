@@ -131,6 +131,7 @@ class Plan:
             "advice": [dataclasses.asdict(advice) for advice in facts.advice],
             "notes": list(facts.notes),
             "weights_dtype": facts.weights_dtype,
+            "phases": [dataclasses.asdict(phase) for phase in facts.phases],
             "engine": None if facts.engine is None else dataclasses.asdict(facts.engine),
         }
 

@@ -22,6 +22,7 @@ from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.search import budget_bytes
 from hfopt.planner.trace_ahead import Estimator
+from hfopt.planner.vllm_share import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.schema import Gpu, Hardware, Sharding, StepSettings, Workload
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
@@ -121,6 +122,7 @@ class TargetDevice:
     ranks: RankTraffic
     offset_bytes: int
     notes: tuple[str, ...]
+    vllm: ColocatedVllm | None = None  # on the same card; the budget is what it leaves
 
     def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
         job = subject.job
@@ -129,7 +131,7 @@ class TargetDevice:
             base=self.base,
             speed=self.speed,
             budget_bytes=self.budget_bytes,
-            capacity_bytes=None if self.gpu is None else self.gpu.available_bytes,
+            capacity_bytes=None if self.gpu is None else self.gpu.available_bytes - (self.vllm.resident_bytes if self.vllm else 0),
             ranks=self.ranks,
             offset_bytes=self.offset_bytes,
             estimator=estimator or estimate,
@@ -201,15 +203,17 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         notes.append(f"{world.ranks.world_size} devices over {words}")
     elif request.link is not None:
         notes.append(f"--link {request.link} changes nothing: one device sends nothing to others")
+    vllm = colocated_vllm(subject.job, gpu, runs_already=subject.trainer is not None and not hardware.hypothetical)
     return TargetDevice(
         gpu=gpu,
         name=gpu.name if gpu is not None else "the CPU",
         speed=speed,
-        budget_bytes=budget_bytes(free, request.headroom),
+        budget_bytes=room_beside(vllm, budget_bytes(free, request.headroom), gpu),
         base=base,
         ranks=world.ranks,
         offset_bytes=0,
         notes=tuple(notes),
+        vllm=vllm,
     )
 
 

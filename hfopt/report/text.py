@@ -195,10 +195,18 @@ def _memory(facts: PlanFacts) -> Iterator[Line]:
         yield "plain" if fits else "bad", f"  {name:<7} {format_bytes(memory.device_bytes)} at batch {memory.batch}{verdict}"
     yield from _breakdown(facts.after.memory)
     yield from _evaluation(facts)
+    yield from _phases(facts)
     if facts.trial is not None:
         yield from _tried(facts.trial, facts.correction)
     else:
         yield "soft", "          not verified on a device"
+
+
+def _phases(facts: PlanFacts) -> Iterator[Line]:
+    """The card's memory over the phases of a step, where vLLM shares it."""
+    for phase in facts.phases:
+        beside = f"training {format_bytes(phase.training_bytes)}, vLLM {format_bytes(phase.vllm_bytes)}"
+        yield "soft", f"          {phase.name:<11} {format_bytes(phase.total_bytes)} on the card: {beside}"
 
 
 def _evaluation(facts: PlanFacts) -> Iterator[Line]:

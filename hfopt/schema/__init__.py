@@ -11,6 +11,7 @@ from hfopt.schema.evaluation import EvaluationPeak, EvaluationSettings, Generati
 from hfopt.schema.hardware import Gpu, Hardware, Host
 from hfopt.schema.job import (
     ALLOWABLE,
+    GENERATING,
     Assumption,
     Change,
     DataSpec,
@@ -52,6 +53,7 @@ from hfopt.schema.step_cost import (
     EngineName,
     LoaderPlan,
     MemoryPeak,
+    MemoryPhase,
     MemoryRow,
     OpCost,
     Sharding,
@@ -64,6 +66,7 @@ from hfopt.schema.workload import BatchShape, LengthSpread, Workload
 
 __all__ = [
     "ALLOWABLE",
+    "GENERATING",
     "REHEARSED_MICRO_BATCHES",
     "Advice",
     "Assumption",
@@ -95,6 +98,7 @@ __all__ = [
     "Lora",
     "MemoryModel",
     "MemoryPeak",
+    "MemoryPhase",
     "MemoryRow",
     "MemoryTable",
     "ModelSpec",

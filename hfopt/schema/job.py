@@ -28,6 +28,8 @@ Task = Literal[
 ]
 
 TrainerKind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "ORPO", "CPO"]
+GENERATING: frozenset[TrainerKind] = frozenset({"GRPO", "RLOO"})
+"""Trainers that write the samples they learn from."""
 
 ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
 """What a plan changes only where the user allows it."""

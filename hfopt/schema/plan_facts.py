@@ -10,7 +10,7 @@ from hfopt.schema.candidate import Candidate, Priced, Rejection
 from hfopt.schema.evaluation import EvaluationPeak
 from hfopt.schema.hardware import Hardware
 from hfopt.schema.job import Assumption, Change, TrainJob
-from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, StepTime
+from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, MemoryPhase, StepTime
 from hfopt.schema.trial import Correction, Neutrality, Trial
 
 
@@ -72,4 +72,5 @@ class PlanFacts:
     warnings: tuple[str, ...] = ()  # said first, and to who asked for quiet too: this trains otherwise than it seems
     notes: tuple[str, ...] = ()
     engine: EngineChoice | None = None  # None: one device
+    phases: tuple[MemoryPhase, ...] = ()  # of a step that generates with vLLM on the same card
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown

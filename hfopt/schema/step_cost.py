@@ -145,6 +145,19 @@ class MemoryPeak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPhase:
+    """One phase of a step that generates with vLLM on the same card: what the training holds in it, and what vLLM does."""
+
+    name: str
+    training_bytes: int
+    vllm_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.training_bytes + self.vllm_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryRow:
     """One line of `hfopt estimate`."""
 

@@ -135,8 +135,6 @@ class TrainerLoop:
         inputs = dict(inputs)
         if self._compute_loss is not None:
             with self._autocast_forwards():
-                return self._compute_loss(self.model, inputs)
-            with self._autocast():
                 return self._compute_loss(self.model, inputs), None
         labels = inputs.pop("labels") if self.smoother is not None and "labels" in inputs else None
         if labels is not None and "decoder_input_ids" not in inputs and (shifted := _decoder_inputs(self.model, labels)) is not None:

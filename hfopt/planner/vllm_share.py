@@ -1,0 +1,165 @@
+"""Colocated vLLM beside GRPO's and RLOO's training: the share of the card it takes, when it holds it, and a map of the phases.
+
+TRL starts vLLM in the training process (`vllm_mode: colocate`) and hands it `vllm_gpu_memory_utilization` of the card's whole memory, for
+its own copy of the weights and its key-value cache. Without sleep mode the share is gone for good. With `vllm_enable_sleep_mode` TRL puts
+it to sleep at level 2 (trl/generation/vllm_generation.py): weights and cache are dropped while the model scores and trains, the weights are
+taken again when they are synchronised, the cache when completions are written. A server (`vllm_mode: server`) takes nothing here.
+
+Known limits: what a sleeping vLLM keeps (CUDA graphs, buffers outside of its pool) is not known and not counted, and one completion is
+taken to be as long as the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.errors import ConfigError, NothingFits
+from hfopt.facts.training_keys import trl_default
+from hfopt.planner.grpo import GENERATING, completions_at_once, writing_of
+from hfopt.planner.request import Subject
+from hfopt.schema import Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
+from hfopt.units import GIB, format_bytes
+
+SHARE = "vllm_gpu_memory_utilization"
+SLEEP = "vllm_enable_sleep_mode"
+MODE = "vllm_mode"
+_BUFFERS_BYTES = GIB  # what vLLM's profiling run takes for activations, about; docs.vllm.ai, "Conserving Memory"
+_STEP = 0.05  # shares are proposed in steps of this
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ColocatedVllm:
+    """vLLM on the training's own card."""
+
+    share: float
+    share_bytes: int
+    sleeps: bool
+    tensor_parallel: int = 1
+    assumed: str | None = None  # what the config does not state
+
+    @property
+    def resident_bytes(self) -> int:
+        """What it holds while the model trains."""
+        return 0 if self.sleeps else self.share_bytes
+
+
+def colocated_vllm(job: TrainJob, gpu: Gpu | None, *, runs_already: bool = False) -> ColocatedVllm | None:
+    """None where vLLM takes nothing of this card, or has taken its part before the card was looked at (`runs_already`)."""
+    args = job.args
+    if job.trainer not in GENERATING or args.get("use_vllm") is not True or gpu is None or runs_already:
+        return None
+    if args.get(MODE, _default(job, MODE, "colocate")) != "colocate":
+        return None
+    stated = args.get(SHARE)
+    share = float(_default(job, SHARE, 0.3) if stated is None else stated)
+    if not 0 < share <= 1:
+        raise ConfigError(f"{SHARE} {share:g} is no share of the card", hint="give a number above 0 and at most 1; 0.3 is TRL's default")
+    return ColocatedVllm(
+        share=share,
+        share_bytes=int(share * (gpu.usable_bytes or gpu.memory_bytes)),
+        sleeps=args.get(SLEEP, _default(job, SLEEP, False)) is True,
+        tensor_parallel=int(args.get("vllm_tensor_parallel_size") or 1),
+        assumed=f"{SHARE} is not stated: TRL's default of {share:g}" if stated is None else None,
+    )
+
+
+def _default(job: TrainJob, key: str, otherwise: Any) -> Any:
+    """Of the installed TRL's config of this trainer."""
+    found = trl_default(job.trainer, key)
+    return otherwise if found is None else found
+
+
+def room_beside(vllm: ColocatedVllm | None, budget_bytes: int, gpu: Gpu | None) -> int:
+    """What of the budget training may use; NothingFits where the share leaves nothing."""
+    if vllm is None or gpu is None:
+        return budget_bytes
+    left = budget_bytes - vllm.resident_bytes
+    if left < GIB // 2:
+        raise NothingFits(
+            f"nothing fits: colocated vLLM takes {format_bytes(vllm.share_bytes)} of {gpu.name} ({SHARE}: {vllm.share:g}), which leaves "
+            f"{format_bytes(max(0, left))} for training",
+            hint=f"lower {SHARE}, set {SLEEP}: true so that vLLM gives its memory back while the model trains, or {MODE}: server",
+        )
+    return left
+
+
+def advice_when_short(vllm: ColocatedVllm) -> str:
+    """The line for a training that does not fit beside it."""
+    if vllm.sleeps:
+        return f"{MODE}: server, on another card"
+    return f"{SLEEP}: true, which gives vLLM's {format_bytes(vllm.share_bytes)} back while the model trains; or a smaller {SHARE}"
+
+
+# ------------------------------------------------------------------------------------------------- the phases
+
+
+def phases(vllm: ColocatedVllm, subject: Subject, peak: MemoryPeak) -> tuple[MemoryPhase, ...]:
+    """Generate, synchronise, score and train, in the order of a step; () where the parts of the peak are not known."""
+    parts = peak.breakdown
+    if parts is None:
+        return ()
+    stays = parts.weights_bytes + parts.optimizer_bytes + peak.context_bytes
+    weights = min(vllm.share_bytes, _vllm_weights(vllm, subject))
+    scoring = min(peak.device_bytes, stays + parts.logits_bytes + parts.temporaries_bytes)
+    return (
+        MemoryPhase(name="weight sync", training_bytes=stays, vllm_bytes=weights if vllm.sleeps else vllm.share_bytes),
+        MemoryPhase(name="generate", training_bytes=stays, vllm_bytes=vllm.share_bytes),
+        MemoryPhase(name="score", training_bytes=scoring, vllm_bytes=vllm.resident_bytes),
+        MemoryPhase(name="train", training_bytes=peak.device_bytes, vllm_bytes=vllm.resident_bytes),
+    )
+
+
+def _vllm_weights(vllm: ColocatedVllm, subject: Subject) -> int:
+    """vLLM loads in 16 bits, whatever the training's weights are in."""
+    return 2 * subject.workload.parameters // vllm.tensor_parallel
+
+
+def check_vllm(
+    vllm: ColocatedVllm, subject: Subject, peak: MemoryPeak, *, card_bytes: int, precision: Precision, dtype: str | None
+) -> Iterator[str]:
+    """What there is to say; NothingFits where vLLM could not start, or a phase would not fit beside the training."""
+    weights = _vllm_weights(vllm, subject)
+    if vllm.assumed is not None:
+        yield vllm.assumed
+    if weights + _BUFFERS_BYTES > vllm.share_bytes:
+        least = _up((weights + _BUFFERS_BYTES) * vllm.share / vllm.share_bytes)
+        raise NothingFits(
+            f"nothing fits: vLLM's share of {format_bytes(vllm.share_bytes)} ({SHARE}: {vllm.share:g}) does not hold its copy of the "
+            f"weights, {format_bytes(weights)}, and what it computes with",
+            hint=f"{SHARE}: {least:g} would at the least"
+            if least < 1
+            else f"vllm_tensor_parallel_size over several cards, or {MODE}: server",
+        )
+    for phase in phases(vllm, subject, peak):
+        if phase.total_bytes > card_bytes:
+            raise NothingFits(
+                f"nothing fits: in the phase '{phase.name}' vLLM holds {format_bytes(phase.vllm_bytes)} beside the training's "
+                f"{format_bytes(phase.training_bytes)}, more than {format_bytes(card_bytes)}",
+                hint=f"lower {SHARE}, or use {MODE}: server",
+            )
+    yield from _proposed_share(vllm, subject, weights, precision=precision, dtype=dtype)
+
+
+def _proposed_share(vllm: ColocatedVllm, subject: Subject, weights: int, *, precision: Precision, dtype: str | None) -> Iterator[str]:
+    """How many completions the share writes at once, and the share that would do where it is larger than that needs."""
+    writing, tokens = writing_of(subject, precision=precision, dtype="bfloat16"), subject.workload.shape.length
+    if writing is None or tokens is None:
+        return
+    cached = 2 * writing.layers * writing.kv_width * tokens * 2 // vllm.tensor_parallel
+    rows = completions_at_once(subject.job)
+    at_once = max(0, (vllm.share_bytes - weights - _BUFFERS_BYTES) // cached)
+    yield (
+        f"colocated vLLM holds {format_bytes(vllm.share_bytes)}{' while it generates' if vllm.sleeps else ''}: its weights "
+        f"{format_bytes(weights)}, and a cache for {at_once} completions of {tokens} tokens at once, of {rows} in a generation batch"
+    )
+    enough = _up((weights + _BUFFERS_BYTES + rows * cached) * vllm.share / vllm.share_bytes)
+    if not vllm.sleeps and enough <= vllm.share - _STEP:
+        freed = int((vllm.share - enough) / vllm.share * vllm.share_bytes)
+        yield f"{SHARE}: {enough:g} would hold all {rows} at once and leave {format_bytes(freed)} more for training"
+
+
+def _up(share: float) -> float:
+    """To the next step."""
+    return round(-(-share // _STEP) * _STEP, 2)
