@@ -54,6 +54,10 @@ def plan(
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
     link: Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")] = None,
     engine: EngineKey = None,
+    assume_zero: Annotated[
+        int | None,
+        typer.Option("--assume-zero", min=1, max=3, metavar="STAGE", help="The ZeRO stage of a DeepSpeed config whose JSON is not here."),
+    ] = None,
     model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
     model: Model = None,
     like: Like = None,
@@ -102,6 +106,7 @@ def plan(
         "link": link,
         "engine": engine,
         "model_parallel": model_parallel,
+        "assume_zero": assume_zero,
         "model": model,
         "like": like,
         "model_from": model_from,

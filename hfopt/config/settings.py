@@ -10,14 +10,13 @@ Tensor, sequence and context parallel ranks share their samples: they do not mul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hfopt.compat.transformers_patches import default_optim
 from hfopt.compat.versions import release
-from hfopt.errors import ConfigError
+from hfopt.config.deepspeed_json import config_mapping
 from hfopt.facts.training_keys import installed
 from hfopt.schema import Checkpointing, Precision, Sharding, StepSettings, ZeroSizes
 
@@ -79,9 +78,9 @@ def sharding_of(args: Mapping[str, Any], *, world_size: int, hidden_size: int | 
     if world_size < 2:
         return None
     if args.get("deepspeed"):
-        return _zero(_mapping(args["deepspeed"], "deepspeed", folder), world_size, hidden_size)
+        return _zero(config_mapping(args["deepspeed"], "deepspeed", folder), world_size, hidden_size)
     if uses_fsdp(args):
-        return _fsdp(args, _mapping(args.get("fsdp_config") or {}, "fsdp_config", folder), world_size)
+        return _fsdp(args, config_mapping(args.get("fsdp_config") or {}, "fsdp_config", folder), world_size)
     return Sharding(engine="ddp", world_size=world_size)
 
 
@@ -95,7 +94,7 @@ def model_parallel_of(args: Mapping[str, Any], folder: Path | None = None) -> in
     found = args.get("parallelism_config")
     sizes = [int(found.get(name) or 1) for name in _SHARING] if isinstance(found, Mapping) else [int(args.get("tp_size") or 1)]
     if args.get("deepspeed"):
-        config = _mapping(args["deepspeed"], "deepspeed", folder)
+        config = config_mapping(args["deepspeed"], "deepspeed", folder)
         tensor = config.get("tensor_parallel")
         sizes += [int(config.get("sequence_parallel_size") or 1), int((tensor or {}).get("autotp_size") or 1)]
     product = 1
@@ -111,7 +110,7 @@ def fixed_by_deepspeed(args: Mapping[str, Any], folder: Path | None = None) -> d
     """
     if not args.get("deepspeed"):
         return {}
-    config = _mapping(args["deepspeed"], "deepspeed", folder)
+    config = config_mapping(args["deepspeed"], "deepspeed", folder)
     stated = {
         "per_device_train_batch_size": config.get("train_micro_batch_size_per_gpu"),
         "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
@@ -121,23 +120,6 @@ def fixed_by_deepspeed(args: Mapping[str, Any], folder: Path | None = None) -> d
         "optim": (config.get("optimizer") or {}).get("type"),
     }
     return {key: value for key, value in stated.items() if value not in (None, "auto")}
-
-
-def _mapping(value: Any, key: str, folder: Path | None) -> Mapping[str, Any]:
-    if isinstance(value, Mapping):
-        return {str(name).removeprefix("fsdp_"): item for name, item in value.items()}
-    path = Path(str(value)).expanduser()
-    places = [path] if folder is None or path.is_absolute() or folder == Path() else [path, folder / path]
-    found = next((place for place in places if place.is_file()), None)
-    if found is None:
-        raise ConfigError(f"{key}: {value} is not there", hint=f"looked for {' and '.join(map(str, places))}")
-    try:
-        parsed = json.loads(found.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{key}: {found} is no JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{key}: {found} holds no JSON object")
-    return {str(name).removeprefix("fsdp_"): item for name, item in parsed.items()}
 
 
 def _fsdp(args: Mapping[str, Any], config: Mapping[str, Any], world_size: int) -> Sharding:

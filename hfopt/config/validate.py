@@ -12,9 +12,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hfopt.config.argument_values import Severity, ValueVerdict, judge
+from hfopt.config.deepspeed_json import is_missing
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import Facts
 from hfopt.config.model_and_data import Trainer
@@ -241,6 +243,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
             "keep bf16 where the card has it",
         )
     yield from _check_best_model(args, place_of)
+    yield from _check_deepspeed(args, place_of)
     if trainer == "GRPO":
         yield from _check_generations(args, facts, world_size, place_of)
     if trainer == "KTO":
@@ -251,6 +254,14 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
     if workers == 0 and args.get("dataloader_prefetch_factor") is not None:
         message = "dataloader_prefetch_factor needs dataloader_num_workers above 0; PyTorch refuses it otherwise"
         yield _found("error", "conflict", "dataloader_prefetch_factor", place_of, message, "dataloader_num_workers: 2")
+
+
+def _check_deepspeed(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[FoundProblem]:
+    """A warning: the file may stand where the training starts. On several devices a plan needs it, or --assume-zero."""
+    value = args.get("deepspeed")
+    if value and is_missing(value, Path(place_of("deepspeed").path).parent):
+        message = f"deepspeed: {value} is not there, neither here nor beside this file or in the folders above it"
+        yield _found("warning", "missing_file", "deepspeed", place_of, message, "give its path from where the training starts")
 
 
 def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[FoundProblem]:

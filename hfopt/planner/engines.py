@@ -77,6 +77,7 @@ ENGINES: tuple[Engine, ...] = (
     Engine(key="zero3-offload", words="ZeRO-3 with CPU offload", offloads=True, zero_stage=3),
 )
 ENGINE_KEYS = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "ddp_backend")
+OFFLOADED_BYTES = 16  # of a trained weight: itself, its gradient and Adam's two states in float32
 BOTH_BACKENDS = "cuda:nccl,cpu:gloo"
 
 
@@ -243,6 +244,8 @@ class _Contest:
             return "gathers and keeps no less than FSDP2, which fits: not traced"
         if "fsdp2" in self.plans and engine.zero_stage == 2 and not self._communicates():
             return "sends less than FSDP2 but keeps whole weights, and it is not communication that holds FSDP2 back: not traced"
+        if engine.offloads and (short := self._host_short(engine)) is not None:
+            return short
         spec = self.subject.job.model
         if engine.zero_stage == 2:
             bits = 16 if spec.quantization is None else spec.quantization.bits
@@ -250,6 +253,17 @@ class _Contest:
         if spec.quantization is not None and (engine.family == "fsdp" or engine.zero_stage == 3):
             return f"{spec.quantization.bits}-bit weights are not sharded: their bytes are no numbers that could be gathered in parts"
         return None
+
+    def _host_short(self, engine: Engine) -> str | None:
+        """Offloaded states are one copy for all ranks of a machine: what of it does not fit into the host's free memory."""
+        hardware, workload = self.subject.hardware, self.subject.workload
+        needed = OFFLOADED_BYTES * workload.trainable_parameters
+        if engine.zero_stage != 2:
+            needed += weight_bytes(self.subject) * workload.parameters
+        needed //= self.request.nodes
+        if hardware.hypothetical or needed <= hardware.host.ram_free_bytes:
+            return None
+        return f"offloads {format_bytes(needed)} to the host, which has {format_bytes(hardware.host.ram_free_bytes)} free"
 
     def _too_large(self, least_bytes: int, what: str) -> str | None:
         """Without a single activation: known without a trace."""

@@ -32,6 +32,7 @@ def plan(
     nodes: int | None = None,
     link: str | None = None,
     engine: str | None = None,
+    assume_zero: int | None = None,
     model_parallel: int | None = None,
     model: str | None = None,
     like: str | None = None,
@@ -59,6 +60,7 @@ def plan(
     num_gpus, nodes    devices of each machine, and machines
     link               between devices: "nvlink", "pcie" or "network", with a rate or without ("network:400Gbit/s")
     engine             "ddp", "fsdp2", "zero2", "zero3", or one with "-offload"; default: the cheapest that fits
+    assume_zero        the ZeRO stage of a DeepSpeed config whose JSON is not here
     model_parallel     devices that share their samples (tensor, sequence or context parallel)
     model              hub id, folder or config.json, instead of the config's model
     like               a known model of the same architecture, for one whose configuration cannot be found
@@ -85,6 +87,7 @@ def plan(
         "nodes": nodes,
         "link": link,
         "engine": engine,
+        "assume_zero": assume_zero,
         "model_parallel": model_parallel,
         "model": model,
         "like": like,

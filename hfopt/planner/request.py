@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hfopt.config.deepspeed_json import is_missing, zero_defaults
 from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
@@ -47,6 +48,7 @@ class Request:
     nodes: int = 1
     link: str | None = None  # nvlink, pcie or network, with a rate or without: network:400Gbit/s
     engine: str | None = None  # a name of `planner.engines`; None: the cheapest that fits
+    assume_zero: int | None = None  # the stage of a DeepSpeed config whose file is not there
     model_parallel: int = 1  # ranks that share their samples: tensor, sequence, context parallel
     charts: bool = True  # what a page draws costs dozens of replays: not where nobody draws one
     own_process: bool = False  # nothing else here needs transformers whole, so it may be imported lean
@@ -63,6 +65,8 @@ class Request:
             raise ConfigError(f"--seq-len {self.seq_len}: a sequence has at least one token")
         if self.nodes < 1:
             raise ConfigError(f"--nodes {self.nodes}: there is at least one machine")
+        if self.assume_zero not in (None, 1, 2, 3):
+            raise ConfigError(f"--assume-zero {self.assume_zero} is no stage of ZeRO", hint="1, 2 or 3")
         if self.model_parallel < 1:
             raise ConfigError(f"--model-parallel {self.model_parallel}: a group has at least one device")
         self.link_rate  # noqa: B018 - a bad one is said now
@@ -157,7 +161,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
         raise ConfigError(
             "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
         )
-    job = asked(loaded.job, request)
+    job, assumed = _with_deepspeed(asked(loaded.job, request), path.parent, request)
     _check_named(job, path)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
@@ -166,7 +170,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     job = replace(job, kept=job.kept | fixed.keys())
     known(job, hardware)
     workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    notes = (*(_on_cpu(request) if on_cpu else ()), *_misspelt(loaded), *_fixed(fixed))
+    notes = (*(_on_cpu(request) if on_cpu else ()), *_misspelt(loaded), *assumed, *_fixed(fixed))
     return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=notes)
 
 
@@ -180,6 +184,20 @@ def _check_named(job: TrainJob, path: Path) -> None:
     """A config that keeps its model in the file beside it is answered with that file."""
     if job.model.name is None and job.model.like is None and (beside := named_beside(path)) is not None:
         raise ConfigError(f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {beside[0]}")
+
+
+def _with_deepspeed(job: TrainJob, folder: Path, request: Request) -> tuple[TrainJob, tuple[str, ...]]:
+    """Where its JSON cannot be found: the stage asked for, or none on one device, which has nobody to share with."""
+    value = job.args.get("deepspeed")
+    if not is_missing(value, folder):
+        return job, ()
+    if request.assume_zero is not None:
+        note = f"deepspeed: {value} is not there: planned as ZeRO-{request.assume_zero} with DeepSpeed's defaults (--assume-zero)"
+        return replace(job, args={**job.args, "deepspeed": zero_defaults(request.assume_zero)}), (note,)
+    if job.world_size > 1 and request.engine is None:
+        return job, ()
+    without = {key: item for key, item in job.args.items() if key != "deepspeed"}
+    return replace(job, args=without), (f"deepspeed: {value} is not there: planned without it, for one device shares nothing",)
 
 
 def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:

@@ -83,7 +83,7 @@ def test_findings_for_the_user(text: str, code: str) -> None:
         "output_dir: 0x10\nrun_name: 2024",
         "tf32: null\nresume_from_checkpoint: null\ndisable_tqdm: null",
         "eval_strategy: 'no'\nsave_strategy: \"no\"",
-        "fsdp: true\ndeepspeed: ds.json",
+        "fsdp: true\ndeepspeed: {zero_optimization: {stage: 2}}",
         "gradient_checkpointing_kwargs: {use_reentrant: false}\nlr_scheduler_kwargs: '{}'",
         'chat_template: "{% for message in messages %}{{ message }}{% endfor %}"\ndataset_num_proc: 8',
         "# evaluation_strategy: steps\nmax_steps: -1",

@@ -165,3 +165,13 @@ def test_unknown_wishes_are_said(folder: Path, wish: dict[str, str], message: st
 
 def test_the_repeated_blocks_are_found(folder: Path) -> None:
     assert block_classes(from_file(written(folder), Request(gpu=CARD))) == ("LlamaDecoderLayer",)
+
+
+def test_offloading_asks_for_the_hosts_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = from_file(written(folder), Request(gpu=CARD, num_gpus=4))
+    host = replace(subject.hardware.host, ram_free_bytes=1 << 20)
+    short = replace(subject, hardware=replace(subject.hardware, host=host, hypothetical=False))
+    with pytest.raises(
+        NothingFits, match=r"offloads .* to the host, which has 1\.\d* MiB free|offloads .* to the host, which has 1 MiB free"
+    ):
+        plan_devices(short, Request(gpu=CARD, num_gpus=4, engine="fsdp2-offload"), lambda one: pytest.fail("it was planned all the same"))

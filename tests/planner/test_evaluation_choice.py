@@ -38,7 +38,7 @@ def reading(folder: Path, **more: Any) -> Any:
 
 
 def planned(folder: Path, *, vram_gib: float = 4.0, **more: Any) -> Plan:
-    return plan(written(folder, **more), vram_gib=vram_gib, dry_run=False, charts=False)
+    return plan(written(folder, **more), Request(vram_gib=vram_gib, dry_run=False, charts=False))
 
 
 def after(made: Plan) -> dict[str, Any]:

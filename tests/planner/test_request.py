@@ -80,3 +80,23 @@ def test_a_config_that_uses_no_card_is_planned_for_the_cpu(tmp_path: Path, monke
     assert subject.assumed[0].what == "device" and "CPU" in str(subject.assumed[0].value)
     with pytest.raises(ConfigError, match="no card is used"):
         compare_cards(path, ["t4"], Request())
+
+
+@pytest.fixture
+def without_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    config = tmp_path / "train.yaml"
+    config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ndeepspeed: gone.json\n")
+    return lambda **wishes: from_file(config, Request(gpu="3090", **wishes))
+
+
+def test_a_missing_deepspeed_json_is_a_note_on_one_device(without_its_json: Any) -> None:
+    alone = without_its_json()
+    assert "deepspeed" not in alone.job.args and any("planned without it" in note for note in alone.notes)
+    with pytest.raises(ConfigError, match=r"gone\.json is not there"):
+        without_its_json(num_gpus=2)
+    assumed = without_its_json(num_gpus=2, assume_zero=3)
+    assert assumed.job.args["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert any("planned as ZeRO-3 with DeepSpeed's defaults" in note for note in assumed.notes)
+    with pytest.raises(ConfigError, match="no stage of ZeRO"):
+        without_its_json(assume_zero=4)

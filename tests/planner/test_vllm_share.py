@@ -15,6 +15,7 @@ from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import trl_default
 from hfopt.hardware.detect import named
 from hfopt.planner.grpo import batch_rule, group_size
+from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.planner.vllm_share import SHARE, SLEEP, colocated_vllm, room_beside
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
@@ -89,7 +90,7 @@ def planned(folder: Path, **more: Any) -> Plan:
     job |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16, "output_dir": "out"}
     path = folder / "grpo.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": str(folder / "model"), **job, **more}))
-    return plan(path, vram_gib=6.0, dry_run=False, charts=False)
+    return plan(path, Request(vram_gib=6.0, dry_run=False, charts=False))
 
 
 def test_a_plan_stays_within_what_vllm_leaves(tmp_path: Path) -> None:
