@@ -17,9 +17,9 @@ from typing import Any
 
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import trl_default
-from hfopt.planner.grpo import GENERATING, completions_at_once, writing_of
+from hfopt.planner.grpo import completions_at_once, writing_of
 from hfopt.planner.request import Subject
-from hfopt.schema import Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
+from hfopt.schema import GENERATING, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
 from hfopt.units import GIB, format_bytes
 
 SHARE = "vllm_gpu_memory_utilization"

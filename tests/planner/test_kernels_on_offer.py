@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from hfopt.hardware import catalog
 from hfopt.planner import Request
-from hfopt.planner.choices import attention_choices, eval_batch, liger_choices, liger_note, runs_liger
+from hfopt.planner.choices import attention_choices, liger_choices, liger_note, runs_liger
 from hfopt.planner.request import Subject, from_file
-from hfopt.schema import Candidate
 
 LLAMA = {
     "model_type": "llama",
@@ -79,14 +76,6 @@ def test_flash_attention_needs_package_and_card(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("hfopt.planner.choices.find_spec", lambda name: None)
     missing = attention_choices(made, BOTH, catalog.find("rtx 4090"))
     assert missing.values == (None,) and missing.note is not None and "flash-attn is not installed" in missing.note
-
-
-@pytest.mark.parametrize(("now", "limit", "planned"), [(8, 64, 32), (32, 64, None), (256, 64, None), (8, 3, None)])
-def test_the_evaluation_batch_is_raised_or_left(now: int, limit: int, planned: int | None) -> None:
-    subject: Any = SimpleNamespace(job=SimpleNamespace(args={"eval_strategy": "steps", "per_device_eval_batch_size": now}))
-    pricing: Any = SimpleNamespace(known_limit=lambda candidate: limit)
-    found = eval_batch(subject, pricing, Candidate(per_device_batch=16, accumulation=1, precision="bf16"))
-    assert (None if found is None else found[0]) == planned
 
 
 def test_liger_of_the_file_is_in_the_figures_or_named(tmp_path: Path) -> None:
