@@ -15,6 +15,8 @@ Exit 1 is not an error: a command that found something (`hfopt check`) ends with
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class HfoptError(Exception):
     """Something the user can act on. `hint` says how."""
@@ -47,7 +49,24 @@ class TraceError(HfoptError):
 
 
 class NothingFits(HfoptError):  # noqa: N818 - it is an answer, not a failure
+    """`what_would` finds the hint when somebody reads it: pricing remedies takes seconds, and an engine's failure is not the last word."""
+
     exit_code = 3
+
+    def __init__(self, message: str, *, hint: str | None = None, what_would: Callable[[], str] | None = None) -> None:
+        self._hint: str | None = hint
+        self._what_would = what_would
+        super().__init__(message, hint=hint)
+
+    @property
+    def hint(self) -> str | None:
+        if self._hint is None and self._what_would is not None:
+            self._hint = self._what_would()
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        self._hint = hint
 
 
 class LogError(HfoptError):

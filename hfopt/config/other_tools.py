@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfopt.compat.versions import source_folder
 from hfopt.config.argument_values import Severity
 from hfopt.config.lookup import Facts
-from hfopt.config.training_arguments import BATCH
+from hfopt.config.training_arguments import BATCH, trl_keys
+from hfopt.facts.trl_keys import RENAMED, TRAINERS, trl_parser_keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,9 @@ class ToolSpelling:
 class Dialect:
     name: str
     text_costs: Mapping[str, Severity] = field(default_factory=dict)  # by finding: text that the tool converts itself is no error
-    still_takes: frozenset[str] = frozenset()  # keys gone from transformers that it keeps
+    own_reader: bool = False  # it reads the file itself: a key that transformers dropped is its own, and stays
+    gone: Mapping[str, str | None] = field(default_factory=dict)  # keys its parser took once: the new name, None: there is none
+    version: str | None = None  # of the tool, where `gone` was read from it
     words: Mapping[str, ToolSpelling] = field(default_factory=dict)
 
 
@@ -45,7 +48,7 @@ TRL = Dialect(name="TrlParser", text_costs={"number_as_string": "warning", "bool
 LLAMA_FACTORY = Dialect(
     name="LLaMA-Factory",
     text_costs={"number_as_string": "note"},
-    still_takes=frozenset({"overwrite_output_dir"}),
+    own_reader=True,
     words={
         "gradient_checkpointing": ToolSpelling(key="disable_gradient_checkpointing", values={True: False, False: True}),
         "use_liger_kernel": ToolSpelling(key="enable_liger_kernel"),
@@ -61,7 +64,14 @@ def is_llama_factory(facts: Facts) -> bool:
 def dialect_of(facts: Facts, trainer: str) -> Dialect:
     if is_llama_factory(facts):
         return LLAMA_FACTORY
-    return PLAIN if trainer in ("Trainer", "Seq2SeqTrainer") else TRL
+    if trainer in ("Trainer", "Seq2SeqTrainer"):
+        return PLAIN
+    taken = trl_parser_keys(trainer) if trainer in TRAINERS else None
+    if taken is None:
+        return TRL
+    gone = {key: new if new in taken.keys else None for key, new in RENAMED.items() if key not in taken.keys}
+    gone |= {key: None for key in trl_keys(trainer) if key not in taken.keys and key not in gone}
+    return replace(TRL, gone=gone, version=taken.version)
 
 
 def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +80,7 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str
         if facts.true("disable_gradient_checkpointing"):
             return {"gradient_checkpointing": False}
         return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
-    return _trl_defaults(fp16=args.get("fp16") is True) if dialect is TRL else {}
+    return _trl_defaults(fp16=args.get("fp16") is True) if dialect.name == TRL.name else {}
 
 
 def trl_dtype() -> str | None:

@@ -20,7 +20,7 @@ from hfopt.config.deepspeed_json import is_missing
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import Facts
 from hfopt.config.model_and_data import Trainer
-from hfopt.config.other_tools import Dialect
+from hfopt.config.other_tools import Dialect, is_llama_factory
 from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
 from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
@@ -58,6 +58,8 @@ class SectionReader:
         self.dialect = dialect
         self.args: dict[str, Any] = {}
         self.found: list[FoundProblem] = []
+        written = (name for real, name in section.keys.items() if real != name)
+        self._scripted = any(name not in QUIET_ALIASES for name in written)  # names of its own: a script takes the keys one by one
 
     def read(self) -> Read:
         for key, value in self.values.items():
@@ -73,9 +75,8 @@ class SectionReader:
         field = self._field(key)
         if field is not None:
             self._take(key, key, self._judge(key, key, value, field))
-        elif key in self.dialect.still_takes:
-            message = f"{key} does nothing any more; {self.dialect.name} still takes it"
-            self._say(key, "removed_key", "note", message, "drop the line", (Operation(path=self.section.path, key=key, remove=True),))
+        elif key in self.dialect.gone and not self.section.path and not self._scripted:
+            self._read_gone_from_tool(key, self.dialect.gone[key])
         elif key in GONE:
             self._read_gone(key, value, GONE[key])
         elif self.section.keys.get(ALIASES.get(key, "")) == key:
@@ -102,7 +103,8 @@ class SectionReader:
                 verdict, severity=cost, message=f"{verdict.message}; {self.dialect.name} converts it, HfArgumentParser does not"
             )
         if verdict.code is not None:
-            repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if verdict.repair else ()
+            certain = verdict.repair and not (self.dialect.own_reader and cost is not None)  # what its reader converts is no fault
+            repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if certain else ()
             self._say(
                 written,
                 verdict.code,
@@ -145,6 +147,16 @@ class SectionReader:
         else:
             self._rename(key, value, new, target, gone)
 
+    def _read_gone_from_tool(self, key: str, new: str | None) -> None:
+        """A key that the tool's parser took once and refuses now."""
+        message = f"{key} is gone from TRL {self.dialect.version}, whose parser refuses it"
+        if new is None or new in self.values:
+            fix = "drop the line" if new is None else f"drop the line; {new} is set already"
+            self._say(key, "removed_key", "error", message, fix, (Operation(path=self.section.path, key=key, remove=True),))
+            return
+        rename = Operation(path=self.section.path, key=key, rename_to=new, after=self.values[key], keep_value=True)
+        self._say(key, "renamed_key", "error", message, f"{new}: {_brief(new, self.values[key])}", (rename,))
+
     def _rename(self, key: str, value: Any, new: Any, target: str, gone: Gone) -> None:
         field = self._field(target)
         assert field is not None
@@ -158,6 +170,12 @@ class SectionReader:
         self._say_gone(key, gone, "renamed_key", f"{target}: {_brief(target, after)}", *drop, rename)
 
     def _say_gone(self, key: str, gone: Gone, code: str, fix: str | None, *repair: Operation) -> None:
+        if self.dialect.own_reader:
+            return  # its parser's affair
+        if self._scripted:
+            message = f"{key} is gone from transformers {self.present.version}: {gone.why}; it stays for the script that reads this section"
+            self._say(key, code, "warning", message, fix and f"{fix}, in the script as well")
+            return
         self._say(key, code, "error", f"{key} is gone from transformers {self.present.version}: {gone.why}", fix, repair)
 
     def _already(self, target: str, key: str) -> bool:
@@ -246,7 +264,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
     yield from _check_deepspeed(args, place_of)
     if trainer == "GRPO":
         yield from _check_generations(args, facts, world_size, place_of)
-    if trainer == "KTO":
+    if trainer == "KTO" and not is_llama_factory(facts):  # whose collator pairs over the whole dataset, not within the micro-batch
         yield from _check_neighbours(args, facts, place_of)
     if trainer == "SFT":
         yield from _check_rows(args, facts, place_of)

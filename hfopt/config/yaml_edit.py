@@ -23,6 +23,7 @@ from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH
 from hfopt.config.yaml_document import Document, NodePath, YamlEntry, parse
 from hfopt.config.yaml_splices import Operation, Splicer
 from hfopt.errors import ConfigError
+from hfopt.redact import HIDDEN, is_secret
 from hfopt.schema import Change, Place
 
 
@@ -132,6 +133,27 @@ def upgrade(loaded: Loaded) -> Edited:
                 continue
             possible.extend(repair)
         return apply(document, _where_defined(document, possible))
+
+
+def repairs_of(loaded: Loaded, repaired: Document) -> tuple[Change, ...]:
+    """What `upgrade` changed, key by key: a renamed key is one that goes and one that comes."""
+    found: dict[tuple[NodePath, str], Change] = {}
+    for item in loaded.found:
+        for operation in item.repair:
+            before, after = loaded.document.value(operation.path) or {}, repaired.value(operation.path) or {}
+            for key in (operation.key, operation.rename_to):
+                if (
+                    key is not None
+                    and not (key in before and key in after and same(before[key], after[key]))
+                    and (key in before or key in after)
+                ):
+                    reason = item.problem.message
+                    found[operation.path, key] = Change(key=key, before=before.get(key), after=after.get(key), reason=reason)
+    return tuple(replace(one, before=shown_value(one.key, one.before), after=shown_value(one.key, one.after)) for one in found.values())
+
+
+def shown_value(key: str, value: Any) -> Any:
+    return HIDDEN if is_secret(key, value) else value
 
 
 def apply(document: Document, operations: Sequence[Operation]) -> Edited:

@@ -90,6 +90,11 @@ def trl_config(trainer: str) -> Mapping[str, Field]:
     return found
 
 
+def fields_of(source: str, name: str) -> dict[str, Field] | None:
+    """The fields that a dataclass in this source adds itself; None: there is no such class."""
+    return None if _class_head(source, name) is None else _fields(source, name, {})
+
+
 def _class_head(source: str, name: str) -> ast.ClassDef | None:
     """The class up to its first method, its docstring left out: what is worth parsing of a 3,000-line file."""
     match = re.search(rf"^class {name}\b.*$", source, re.MULTILINE)

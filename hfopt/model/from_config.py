@@ -30,12 +30,19 @@ from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, Tr
 _NO_TRL = "no TRL with this trainer is installed here: its loss is traced by a rule with whole logits, which may take more memory"
 
 
-def from_job(job: TrainJob) -> Workload:
-    """The workload of a config."""
-    return from_spec(job.model, job.data, trainer=job.trainer, trl_arguments=job.args if job.uses_trl else None)
+def from_job(job: TrainJob, *, layers: int | None = None) -> Workload:
+    """The workload of a config; `layers`: with another number of blocks, where they are all alike."""
+    return from_spec(job.model, job.data, trainer=job.trainer, trl_arguments=job.args if job.uses_trl else None, layers=layers)
 
 
-def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer", trl_arguments: Mapping[str, Any] | None = None) -> Workload:
+def from_spec(
+    model: ModelSpec,
+    data: DataSpec,
+    *,
+    trainer: str = "Trainer",
+    trl_arguments: Mapping[str, Any] | None = None,
+    layers: int | None = None,
+) -> Workload:
     """The workload of a model given by folder, config.json, hub id, a name of the bundled table, or `file.py:factory`.
 
     With TRL's arguments the step is that of TRL's own trainer, where it is installed; else a preference loss is one of our own rules.
@@ -55,11 +62,14 @@ def from_spec(model: ModelSpec, data: DataSpec, *, trainer: str = "Trainer", trl
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
     reference = trainer in WITH_REFERENCE if model.reference is None else model.reference
     recipe = Recipe(spec=model, source=source, config=config, head=head, reference=reference)
+    made = None
     if trl_arguments is not None:
         setup = trl_setup(trainer, trl_arguments, data, task=head.task, config=config)
-        if setup is not None:
-            return _trl_workload(replace(recipe, trl=setup), data)
-    return _workload(recipe, data, trainer, trl=trl_arguments is not None)
+        made = None if setup is None else _trl_workload(replace(recipe, trl=setup), data)
+    if made is None:
+        made = _workload(recipe, data, trainer, trl=trl_arguments is not None)
+    shallow = None if layers is None or made.with_layers is None else made.with_layers(layers)
+    return shallow or made
 
 
 def _head(config: Any, model: ModelSpec, trainer: str) -> Head:

@@ -2,7 +2,7 @@
 
 1. The effective batch is fixed, unless the user asked for another.
 2. Every exact divisor × precision × checkpointing is a candidate; what the user keeps is pinned.
-3. Best-first: bounds first, a trace only for what could win, memory by replay; the fastest that fits wins.
+3. What cannot fit is settled by counting. The rest best-first: bounds, a trace only for what could win, memory by replay; the fastest wins.
 4. The loader is sized for the winner's demand; every change gets its reason.
 5. Where a device is here, the winner is tried on it, and what was measured is shown beside what was predicted.
 """
@@ -23,7 +23,7 @@ from hfopt.planner.conclusion import PlanningOutcome, concluded
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.evaluation_choice import first_evaluation
-from hfopt.planner.nothing_fits import WOULD_FIT, nothing_fits
+from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan
@@ -68,7 +68,11 @@ def plan_subject(
     space = space_of(subject, request, device, allowed, current)
     pricing = device.pricing(subject, estimator, progress)
 
-    pricing.expect(likely(candidates(space), device, current))
+    pool = candidates(space)
+    rescue = Rescue(subject=subject, device=device, pricing=pricing, pool=pool)
+    if rescue.hopeless():
+        raise rescue.error()
+    pricing.expect(likely(pool, device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
@@ -79,7 +83,8 @@ def plan_subject(
 
     found = searched()
     if not found.ranked:
-        raise search.explained(nothing_fits(subject, device, pricing, found))
+        tried_pool = pool if search.refused is None else tuple(c for c in pool if c.accumulation == subject.job.accumulation)
+        raise search.explained(replace(rescue, pool=tried_pool).error())
     before = pricing.memory(current), pricing.fits(current)
     evaluation = first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
 

@@ -27,7 +27,7 @@ from hfopt.planner.grpo import batch_rule
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.planner.target import TargetDevice
-from hfopt.schema import Candidate, Checkpointing, Gpu, TrainJob
+from hfopt.schema import Candidate, Checkpointing, Gpu
 
 LIGER_TYPES = frozenset(
     ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
@@ -66,7 +66,7 @@ def attention_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None
 def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
     if LIGER not in allowed or LIGER in subject.job.kept:
         return Offer(values=(False,))
-    why_not = _why_no_liger(subject)
+    why_not = why_no_liger(subject)
     if why_not is not None:
         return Offer(values=(False,), note=f"{LIGER} was not tried: {why_not}")
     missing = f"{LIGER} needs the package liger-kernel, which is not installed here" if _liger_folder() is None else None
@@ -75,7 +75,7 @@ def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
     return Offer(values=(False, True), note=missing)
 
 
-def _why_no_liger(subject: Subject) -> str | None:
+def why_no_liger(subject: Subject) -> str | None:
     workload, args = subject.workload, subject.job.args
     config = getattr(workload.build_model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -119,14 +119,14 @@ def current_candidate(subject: Subject) -> Candidate:
 
 def runs_liger(subject: Subject) -> bool:
     """The config sets it, and its fused loss is one that can be traced; the package need not be here for that."""
-    return subject.job.args.get(LIGER) is True and _why_no_liger(subject) is None
+    return subject.job.args.get(LIGER) is True and why_no_liger(subject) is None
 
 
 def liger_note(subject: Subject) -> tuple[str, ...]:
     """What is made of a `use_liger_kernel: true` of the config."""
     if subject.job.args.get(LIGER) is not True or subject.trainer is not None:  # of a live one its own rules speak
         return ()
-    if (why_not := _why_no_liger(subject)) is not None:
+    if (why_not := why_no_liger(subject)) is not None:
         return (f"{LIGER}: true is set; what it saves is not in the figures ({why_not}), so there is more room than they say",)
     where = "" if _liger_folder() is not None else "; the package is not installed here, so by rule"
     return (f"{LIGER}: true is in the figures with its fused loss alone{where}: what its other kernels save comes on top",)
@@ -201,9 +201,16 @@ def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing
     job, workload = subject.job, subject.workload
     if job.kept.intersection(CHECKPOINTING_KEYS):
         return (current.checkpointing,)
-    return checkpointing_choices(current.checkpointing, possible=workload.checkpointable, graded=_graded(job), layers=workload.layers)
+    graded = _graded() and not tool_checkpoints(subject)
+    return checkpointing_choices(current.checkpointing, possible=workload.checkpointable, graded=graded, layers=workload.layers)
 
 
-def _graded(job: TrainJob) -> bool:
+def tool_checkpoints(subject: Subject) -> bool:
+    """The file's tool (LLaMA-Factory) switches checkpointing by a key of its own and never reads gradient_checkpointing_kwargs."""
+    home = None if subject.loaded is None else subject.loaded.homes.get("gradient_checkpointing")
+    return home is not None and home.word is not None
+
+
+def _graded() -> bool:
     """every_n_layers is known to transformers from 5.22 on."""
     return release(installed().version) >= (5, 22)

@@ -13,10 +13,9 @@ from functools import partial
 
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
-from hfopt.facts.training_keys import installed
-from hfopt.planner.changes import Outcome, Setting, changes
+from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
-from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note
+from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
 from hfopt.planner.grpo import batch_rule, check_generation
@@ -150,6 +149,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
         weights_dtype=device.stored_in(subject.workload),
         phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
+        repairs=subject.repairs,
     )
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),
@@ -198,7 +198,8 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         evaluation=() if course.evaluation is None else course.evaluation.planned(course.result.winner[0])[1],
         learning_rate=_learning_rate(course),
     )
-    return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=job.kept), outcome)
+    kept = job.kept | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
+    return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=kept), outcome)
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
@@ -242,7 +243,6 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     subject, request = course.subject, course.request
     yield from course.device.notes
     yield from subject.notes
-    yield from (f"repaired for transformers {installed().version}: {repair}" for repair in subject.repairs)
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
     yield from unseen(subject.job.args, subject.job.trainer)

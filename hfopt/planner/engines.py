@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.versions import release
-from hfopt.config.settings import uses_fsdp
+from hfopt.config.settings import step_settings, uses_fsdp
 from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
+from hfopt.memory.rough_estimate import counted
+from hfopt.memory.state_bytes import state_bytes
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
 from hfopt.planner.target import device_of, weight_bytes
@@ -344,12 +346,9 @@ def _changes(before: Any, after: Any, engine: Engine, reason: str) -> Iterator[C
 
 def least_state_bytes(subject: Subject) -> int:
     """What each device holds under DDP at the least: weights, gradients, their buckets, and the states of an optimizer that is known."""
-    workload, stored = subject.workload, weight_bytes(subject)
-    optim = str(subject.job.args.get("optim") or "adamw_torch")
-    states = 2 * stored if optim in ("adamw_torch", "adamw_torch_fused", "adamw_hf") else 0
-    packed = subject.job.model.quantization
-    weights = workload.parameters * stored if packed is None else workload.parameters * packed.bits // 8
-    return weights + workload.trainable_parameters * (2 * stored + states)
+    count = counted(subject.workload)
+    held = state_bytes(count, replace(step_settings(subject.job.args), sharding=None))
+    return held.total_bytes + count.trained_bytes
 
 
 def block_classes(subject: Subject) -> tuple[str, ...]:

@@ -89,7 +89,14 @@ def memory_table(
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
     named = (*unseen(job.args, job.trainer), *liger_note(subject))
-    notes = [*subject.hardware.notes, *subject.notes, *subject.repairs, *named, *_remarks(workload, settings, gpu), *notes]
+    notes = [
+        *subject.hardware.notes,
+        *subject.notes,
+        *(repair.reason for repair in subject.repairs),
+        *named,
+        *_remarks(workload, settings, gpu),
+        *notes,
+    ]
     rows: list[MemoryRow] = []
     evaluation: EvaluationPeak | None = None
     largest: dict[bool, int | None] = {}

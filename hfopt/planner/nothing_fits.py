@@ -1,161 +1,265 @@
-"""Nothing fits: the smallest changes that would, each computed by the same estimate, from the least intrusive to the most.
+"""Nothing fits: settled by counting where counting settles it, and answered with what would, priced in seconds and ranked.
 
-Tried in this order, alone first and then together: freeing what was kept, 8-bit Adam, LoRA, a 4-bit base with LoRA, a shorter length,
-sharding over N cards, a larger card.
+Every remedy is priced by a rough step (`memory/rough_estimate.py`): weights, gradients and states are counted, the rest comes from shallow
+traces, one pair for each model that is tried. What does not fit by counting alone is never traced. Remedies that leave the training as it
+is come first, those that train something else last; among equals the faster one first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
+from hfopt.memory.rough_estimate import RoughStep, depths_of, rough_step
+from hfopt.memory.state_bytes import state_bytes
 from hfopt.planner.pricing import Pricing
+from hfopt.planner.remedies import EFFECTS, MemoryRemedy, remedies, together
 from hfopt.planner.request import Subject, workload_of
-from hfopt.planner.search import SearchResult
 from hfopt.planner.space import divisors
-from hfopt.planner.target import TargetDevice
+from hfopt.planner.target import TargetDevice, traffic_of
 from hfopt.planner.vllm_share import advice_when_short
-from hfopt.schema import Candidate, Checkpointing, Lora, MemoryPeak, Quantization, TrainJob
-from hfopt.units import format_bytes
+from hfopt.schema import Candidate, Checkpointing, Sharding, StepSettings, TrainJob, Workload
+from hfopt.speed.step_time import RankTraffic, StepTimer
+from hfopt.units import format_bytes, format_rate
 
 WOULD_FIT = "What would fit:"
-SHORTEST = 64
 MOST_CARDS = 64
+HEAVY_SHARE = 0.8  # of the budget that weights, gradients and states take, from which on a rough look before the search pays
+LONG_TOKENS = 8192  # of one sample, from which on activations alone may be too much
+HOPELESS = 1.06  # of the budget: a rough step is not off by more (0.4 % for whole models, 5 % for adapters, measured against traces)
+ADAPTER_MARGIN = 1.06
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryRemedy:
-    """One change and how it alters the job; `words` says what the user would do."""
+class PricedRemedy:
+    remedy: MemoryRemedy
+    device_bytes: int
+    samples_per_s: float | None
 
-    words: str
-    job: TrainJob
-
-
-def nothing_fits(subject: Subject, device: TargetDevice, pricing: Pricing, found: SearchResult) -> NothingFits:
-    """The error that says what is missing and what would fit."""
-    smallest = _smallest(subject, found)
-    peak = pricing.memory(smallest)
-    lines = [*([] if device.vllm is None else [advice_when_short(device.vllm)]), *_remedies(subject, device, pricing, smallest, peak)]
-    need = f"even {_words(smallest, device.stored_in(subject.workload))} needs {format_bytes(peak.device_bytes)}"
-    hint = f"{WOULD_FIT}\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
-    beside = f" beside vLLM's {format_bytes(device.vllm.resident_bytes)}" if device.vllm is not None and not device.vllm.sleeps else ""
-    return NothingFits(f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with{beside}", hint=hint)
+    @property
+    def line(self) -> str:
+        speed = "" if self.samples_per_s is None else f", {format_rate(self.samples_per_s, 'samples')}"
+        return f"{self.remedy.words}: about {format_bytes(self.device_bytes)}{speed} ({self.remedy.how})"
 
 
-def _smallest(subject: Subject, found: SearchResult) -> Candidate:
-    """The candidate that needs least: the smallest batch, checkpointed as far as it goes, in the lightest precision."""
-    weight = {"fp16": 0, "bf16": 0, "tf32": 1, "fp32": 1}
+@dataclass(kw_only=True)
+class Rescue:
+    """The question whether anything fits, and what would."""
 
-    def load(candidate: Candidate) -> tuple[int, int, int]:
-        every = candidate.checkpointing.every_n_layers
-        return candidate.per_device_batch, every if every else 1 << 20, weight[candidate.precision]
+    subject: Subject
+    device: TargetDevice
+    pricing: Pricing
+    pool: Sequence[Candidate]
+    _steps: dict[Any, RoughStep | None] = field(default_factory=dict, init=False)
 
-    return min((rejection.candidate for rejection in found.rejected), key=load)
+    # ------------------------------------------------------------------------------------------ is it hopeless?
 
+    def hopeless(self) -> bool:
+        """Surely nothing fits: by counting, or by a rough step of the candidates that need least. False says nothing."""
+        if all(self.pricing.at_most(candidate) == 0 for candidate in self.pool):
+            return True
+        least = min(self.pricing.least_bytes(candidate) for candidate in self.pool)
+        long = (self.subject.workload.tokens_per_sample or 0) >= LONG_TOKENS
+        if least < HEAVY_SHARE * self.device.budget_bytes and not long:
+            return False
+        return all(self._rough_bytes(candidate) > HOPELESS * self.device.budget_bytes for candidate in self._lightest())
 
-def _remedies(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate, peak: MemoryPeak) -> Iterator[str]:
-    job = subject.job
-    if (freed := _freed(subject, device, pricing, smallest)) is not None:
-        yield freed
-        return
-    single = False
-    for remedy in _changes_of_the_job(subject):
-        needed = _needed(subject, pricing, remedy.job, smallest)
-        if needed is not None and needed.device_bytes <= device.budget_bytes:
-            single = True
-            yield f"{remedy.words}: {format_bytes(needed.device_bytes)}"
-    if not single:
-        yield from _together(subject, device, pricing, smallest)
-    if (cards := _shards(peak, device)) is not None and job.world_size == 1:
-        yield f"sharding over {cards} such cards (fsdp: full_shard): about {format_bytes(_sharded_bytes(peak, cards))} on each"
-    if (card := _larger_card(peak, device)) is not None:
-        yield f"a card with more memory: {card}"
+    def _lightest(self) -> list[Candidate]:
+        """Of each precision and each optimizer the one that needs least, with accumulation and without."""
+        best: dict[tuple[object, ...], Candidate] = {}
+        for candidate in sorted(self.pool, key=_load):
+            best.setdefault((candidate.precision, candidate.optim, candidate.use_liger_kernel, candidate.accumulation > 1), candidate)
+        return list(best.values())
 
+    @property
+    def smallest(self) -> Candidate:
+        return min(self.pool, key=lambda candidate: (self.pricing.least_bytes(candidate), *_load(candidate)))
 
-def _freed(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate) -> str | None:
-    """What was kept may be all that stands in the way."""
-    if not subject.job.kept:
-        return None
-    effective = subject.job.effective_batch // subject.job.world_size
-    for batch in reversed(divisors(effective)):
-        for checkpointing in (Checkpointing(), Checkpointing(every_n_layers=1)):
-            if checkpointing.on and not subject.workload.checkpointable:
-                continue
-            free = replace(smallest, per_device_batch=batch, accumulation=effective // batch, checkpointing=checkpointing)
-            if batch < smallest.per_device_batch or checkpointing.on:
-                limit = pricing.largest_batch(free)
-                if limit is not None and batch <= limit:
-                    return f"{_words(free, device.stored_in(subject.workload))} would: leave {', '.join(sorted(subject.job.kept))} free"
-    return None
+    def _rough_bytes(self, candidate: Candidate) -> int:
+        settings = self.pricing.settings(candidate)
+        step = self._step(None, settings, candidate.per_device_batch)
+        if step is None:
+            return 0
+        sharded = settings.sharding is not None and settings.sharding.engine != "ddp"
+        return (step.sharded_bytes(settings) if sharded else step.device_bytes(settings)) + self.pricing.offset_bytes
 
+    # ------------------------------------------------------------------------------------------ what would fit
 
-def _changes_of_the_job(subject: Subject) -> Iterator[MemoryRemedy]:
-    job = subject.job
-    full = job.model.lora is None
-    if full and "8bit" not in str(job.args.get("optim", "")):
-        yield MemoryRemedy(words="8-bit Adam (optim: adamw_bnb_8bit)", job=replace(job, args={**job.args, "optim": "adamw_bnb_8bit"}))
-    if full:
-        yield MemoryRemedy(words="LoRA on all linear layers (r=16)", job=_with_lora(job))
-    if job.model.quantization is None:
-        base = job if not full else _with_lora(job)
-        yield MemoryRemedy(words="a 4-bit base (QLoRA)", job=replace(base, model=replace(base.model, quantization=Quantization(bits=4))))
-    length = subject.workload.shape.length
-    while length is not None and length // 2 >= SHORTEST:
-        length //= 2
-        yield MemoryRemedy(words=f"sequences of at most {length} tokens", job=replace(job, data=replace(job.data, max_length=length)))
+    def error(self) -> NothingFits:
+        device, smallest = self.device, self.smallest
+        settings = self.pricing.settings(smallest)
+        step = self._step(None, settings, smallest.per_device_batch)
+        held = state_bytes(self.pricing.count, settings)
+        parts = {"weights": held.weights_bytes, "gradients": held.gradients_bytes, "optimizer states": held.optimizer_bytes}
+        parts["its update"] = held.update_bytes
+        words = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        needs = f"at least {format_bytes(held.total_bytes)}" if step is None else f"about {format_bytes(self._rough_bytes(smallest))}"
+        need = f"even {_words(smallest, device.stored_in(self.subject.workload))} needs {needs} ({words})"
+        beside = f" beside vLLM's {format_bytes(device.vllm.resident_bytes)}" if device.vllm is not None and not device.vllm.sleeps else ""
+        message = f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with{beside}"
+        return NothingFits(message, what_would=self._told)
 
+    def _told(self) -> str:
+        vllm = self.device.vllm
+        lines = [*([] if vllm is None else [advice_when_short(vllm)]), *self.lines()]
+        return (
+            "What would fit:\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
+        )
 
-def _with_lora(job: TrainJob) -> TrainJob:
-    return replace(job, model=replace(job.model, lora=Lora(r=16, alpha=32, target_modules="all-linear")))
-
-
-def _together(subject: Subject, device: TargetDevice, pricing: Pricing, smallest: Candidate) -> Iterator[str]:
-    """No single change is enough: a 4-bit base with LoRA and ever shorter sequences."""
-    job = _with_lora(subject.job)
-    job = replace(job, model=replace(job.model, quantization=Quantization(bits=4)))
-    length = subject.workload.shape.length
-    while length is not None and length // 2 >= SHORTEST:
-        length //= 2
-        shorter = replace(job, data=replace(job.data, max_length=length))
-        needed = _needed(subject, pricing, shorter, smallest)
-        if needed is not None and needed.device_bytes <= device.budget_bytes:
-            yield f"a 4-bit base (QLoRA) and sequences of at most {length} tokens: {format_bytes(needed.device_bytes)}"
+    def lines(self) -> Iterator[str]:
+        """The remedies that are enough, in their order; a freed key alone where that is all it takes."""
+        if (freed := self._freed()) is not None:
+            yield freed
             return
+        single = remedies(self.subject, self.pricing.base.optim)
+        priced = self._priced(single)
+        effects = {one.remedy.effect for one in priced}
+        if not effects & {"same", "rounding"} or "training" not in effects:
+            more = self._priced(tuple(together(single)))
+            priced += [one for one in more if one.remedy.effect not in effects]
+        order = sorted(priced, key=lambda one: (EFFECTS.index(one.remedy.effect), -(one.samples_per_s or 0.0), one.device_bytes))
+        yield from (one.line for one in order if one.remedy.effect != "training")
+        yield from self._other_hardware()
+        yield from (one.line for one in order if one.remedy.effect == "training")
 
+    def _priced(self, tried: Sequence[MemoryRemedy]) -> list[PricedRemedy]:
+        """Those that fit."""
+        found = [priced for one in tried if (priced := self._price(one)) is not None]
+        return [one for one in found if one.device_bytes * _margin(one.remedy) <= self.device.budget_bytes]
 
-def _needed(subject: Subject, pricing: Pricing, job: TrainJob, smallest: Candidate) -> MemoryPeak | None:
-    """The same smallest candidate of the changed job; None where it cannot be built or traced here."""
-    base = replace(pricing.base, optim=str(job.args.get("optim") or pricing.base.optim))
-    try:
-        changed = replace(pricing, workload=workload_of(job), base=base)
-        return changed.memory(smallest)
-    except HfoptError:
+    def _price(self, remedy: MemoryRemedy) -> PricedRemedy | None:
+        candidate = self.smallest
+        settings = replace(self.pricing.settings(candidate), **remedy.settings)
+        if remedy.job is not None and remedy.job.model.lora is not None:
+            settings = replace(settings, accumulation=1)
+        if remedy.job is None and not self._can_fit(settings):
+            return None
+        traced_as = replace(settings, optim=self.pricing.base.optim if remedy.job is None else settings.optim)
+        step = self._step(remedy.job, traced_as, candidate.per_device_batch)
+        if step is None:
+            return None
+        step = _shortened(step, remedy.length_divided_by)
+        if settings.sharding is not None and settings.sharding.engine != "ddp":
+            needed = step.sharded_bytes(settings)
+        elif remedy.expandable:
+            needed = step.allocated_bytes(settings) + step.context_bytes
+        else:
+            needed = step.device_bytes(settings)
+        timed = None if remedy.length_divided_by > 1 else self._samples_per_s(step, settings)
+        return PricedRemedy(remedy=remedy, device_bytes=needed + self.pricing.offset_bytes, samples_per_s=timed)
+
+    def _can_fit(self, settings: StepSettings) -> bool:
+        """By counting alone."""
+        return state_bytes(self.pricing.count, settings).total_bytes <= self.device.budget_bytes
+
+    def _step(self, job: TrainJob | None, settings: StepSettings, batch: int) -> RoughStep | None:
+        """None where it cannot be built or traced here. The optimizer's states are counted, so that one step stands for all of them."""
+        model = None if job is None else (job.model.lora is not None, job.model.quantization is not None)
+        key = (model, replace(settings, optim="", sharding=None), batch)
+        if key not in self._steps:
+            try:
+                self._steps[key] = rough_step(self._models(job), self.subject.workload.layers, settings, batch)
+            except HfoptError:
+                self._steps[key] = None
+        return self._steps[key]
+
+    def _models(self, job: TrainJob | None) -> list[Workload]:
+        workload = self.subject.workload
+        depths = depths_of(workload)
+        if job is not None:
+            return [workload_of(job)] if depths is None else [workload_of(job, layers=layers) for layers in depths]
+        made = [] if depths is None or workload.with_layers is None else [workload.with_layers(layers) for layers in depths]
+        return [one for one in made if one is not None] or [workload]
+
+    def _samples_per_s(self, step: RoughStep, settings: StepSettings) -> float | None:
+        candidate, sharding = self.smallest, settings.sharding
+        if self.pricing.speed is None:
+            return None
+        ranks = self.pricing.ranks if sharding == self.pricing.base.sharding else traffic_of(self.subject, sharding) if sharding else None
+        timer = StepTimer(step.ops, self.pricing.speed, candidate.precision, ranks=ranks or RankTraffic())
+        time = timer.at(candidate.per_device_batch, candidate.accumulation)
+        paged_s = self._paged_s(settings)
+        return time.samples_per_s * time.step_s / (time.step_s + paged_s)
+
+    def _paged_s(self, settings: StepSettings) -> float:
+        """Paged states cross to the card and back in every update."""
+        if not settings.optim.startswith("paged_"):
+            return 0.0
+        unpaged = replace(settings, optim=settings.optim.removeprefix("paged_").replace("adamw_8bit", "adamw_bnb_8bit"), sharding=None)
+        held = state_bytes(self.pricing.count, unpaged).optimizer_bytes
+        rate = self.device.gpu.pcie_bytes_per_s if self.device.gpu is not None else None
+        return 0.0 if rate is None else 2 * held / rate
+
+    # ------------------------------------------------------------------------------------------ a freed key, other hardware
+
+    def _freed(self) -> str | None:
+        """What was kept may be all that stands in the way."""
+        job, smallest = self.subject.job, self.smallest
+        if not job.kept:
+            return None
+        effective = job.effective_batch // job.world_size
+        for batch in reversed(divisors(effective)):
+            for checkpointing in (Checkpointing(), Checkpointing(every_n_layers=1)):
+                if checkpointing.on and not self.subject.workload.checkpointable:
+                    continue
+                free = replace(smallest, per_device_batch=batch, accumulation=effective // batch, checkpointing=checkpointing)
+                lighter = batch < smallest.per_device_batch or checkpointing.on
+                if lighter and free not in self.pool and self.pricing.least_bytes(free) <= self.device.budget_bytes:
+                    limit = self.pricing.largest_batch(free)
+                    if limit is not None and batch <= limit:
+                        words = _words(free, self.device.stored_in(self.subject.workload))
+                        return f"{words} would: leave {', '.join(sorted(job.kept))} free"
+        return None
+
+    def _other_hardware(self) -> Iterator[str]:
+        settings = self.pricing.settings(self.smallest)
+        step = self._step(None, settings, self.smallest.per_device_batch)
+        if step is None:
+            return
+        shards = self._shards(step, settings) if self.subject.job.world_size == 1 and self.device.gpu is not None else None
+        if shards is not None:
+            cards, needed = shards
+            yield f"sharding over {cards} such cards: about {format_bytes(needed)} on each (--num-gpus {cards} --engine fsdp2)"
+        if (card := _larger_card(step.device_bytes(settings))) is not None:
+            yield f"a card with more memory: {card}"
+
+    def _shards(self, step: RoughStep, settings: StepSettings) -> tuple[int, int] | None:
+        if self.subject.job.model.quantization is not None:
+            return None
+        block = 2 * step.count.weights_bytes // max(1, self.subject.workload.layers or 1)  # one at work, the next gathered ahead
+        cards = 2
+        while cards <= MOST_CARDS:
+            divided = replace(settings, sharding=Sharding(engine="fsdp2", world_size=cards))
+            needed = step.sharded_bytes(divided) + block
+            if needed <= self.device.budget_bytes:
+                return cards, needed
+            cards *= 2
         return None
 
 
-def _shards(peak: MemoryPeak, device: TargetDevice) -> int | None:
-    cards = 2
-    while cards <= MOST_CARDS:
-        if _sharded_bytes(peak, cards) <= device.budget_bytes:
-            return cards
-        cards *= 2
-    return None
+def _margin(remedy: MemoryRemedy) -> float:
+    return ADAPTER_MARGIN if remedy.job is not None else 1.0
 
 
-def _sharded_bytes(peak: MemoryPeak, cards: int) -> int:
-    parts = peak.breakdown
-    if parts is None:
-        return peak.device_bytes
-    states = parts.weights_bytes + parts.gradients_bytes + parts.optimizer_bytes
-    return peak.device_bytes - states + states // cards
+def _shortened(step: RoughStep, divisor: int) -> RoughStep:
+    """Activations grow with the length at least."""
+    less = step.activations_bytes - step.activations_bytes // divisor
+    return replace(step, above_bytes=step.above_bytes - less, activations_bytes=step.activations_bytes - less)
 
 
-def _larger_card(peak: MemoryPeak, device: TargetDevice) -> str | None:
-    usable: Callable[[int], bool] = lambda memory: memory * 0.94 >= peak.device_bytes  # noqa: E731
+def _load(candidate: Candidate) -> tuple[int, int, int]:
+    """The smallest batch, checkpointed as far as it goes, in the lightest precision."""
+    weight = {"fp16": 0, "bf16": 0, "tf32": 1, "fp32": 1}
+    every = candidate.checkpointing.every_n_layers
+    return candidate.per_device_batch, every if every else 1 << 20, weight[candidate.precision]
+
+
+def _larger_card(needed_bytes: int) -> str | None:
     enough = sorted(
-        (card for card in catalog.cards() if usable(card.usable_bytes or card.memory_bytes)),
+        (card for card in catalog.cards() if (card.usable_bytes or card.memory_bytes) * 0.94 >= needed_bytes),
         key=lambda card: (card.memory_bytes, card.name),
     )
     if not enough:

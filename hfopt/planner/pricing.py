@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.step_memory import Estimate
+from hfopt.memory.rough_estimate import counted
+from hfopt.memory.state_bytes import ParameterCount, state_bytes
+from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
@@ -42,6 +44,7 @@ class Pricing:
     _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict, init=False)
     _correction: Correction | None = None
+    _count: ParameterCount | None = field(default=None, init=False)
     _times: dict[Candidate, StepTime] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------------------------------ what the search asks
@@ -88,11 +91,13 @@ class Pricing:
         return self._largest(other, -gradients)
 
     def at_most(self, candidate: Candidate) -> int | None:
-        """No batch above this can fit: by the trace with accumulation less its gradients, by a fuller precision's less its half, or by the
-        one without checkpointing less the blocks that are checkpointed."""
+        """No batch above this can fit: by counting weights, gradients and states; by the trace with accumulation less its gradients; by a
+        fuller precision's less its half; or by the one without checkpointing less the blocks that are checkpointed."""
         wanted = self.settings(candidate)
         if wanted in self._estimates:
             return None
+        if self.least_bytes(candidate) > self.budget_bytes:
+            return 0
         found = []
         for settings in self._estimates:
             kept = self._kept_share(settings.checkpointing, wanted.checkpointing)
@@ -102,6 +107,18 @@ class Pricing:
             lightest = kept if settings.precision == wanted.precision else kept * LIGHTEST_PRECISION
             found.append(self._bound(settings, lightest))
         return min(found, default=None)
+
+    @property
+    def count(self) -> ParameterCount:
+        if self._count is None:
+            self._count = counted(self.workload)
+        return self._count
+
+    def least_bytes(self, candidate: Candidate) -> int:
+        """What the device holds at the least, whatever the batch: nothing is traced."""
+        settings = self.settings(candidate)
+        context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
+        return state_bytes(self.count, settings).total_bytes + context + self.offset_bytes
 
     def _bound(self, settings: StepSettings, share: float) -> int:
         key = (settings, share)

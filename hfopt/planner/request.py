@@ -11,10 +11,11 @@ from hfopt.config.deepspeed_json import is_missing, zero_defaults
 from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
-from hfopt.config.yaml_edit import upgrade
+from hfopt.config.training_arguments import ACCUMULATION, BATCH
+from hfopt.config.yaml_edit import repairs_of, upgrade
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
-from hfopt.schema import ALLOWABLE, Assumption, DataSpec, Hardware, Task, TrainJob, Workload
+from hfopt.schema import ALLOWABLE, Assumption, Change, DataSpec, Hardware, Problem, Task, TrainJob, Workload
 from hfopt.units import GIB, parse_rate
 
 LrScaling = Literal["none", "sqrt", "linear"]
@@ -96,7 +97,7 @@ class Subject:
     workload: Workload
     hardware: Hardware
     loaded: Loaded | None = None
-    repairs: tuple[str, ...] = ()
+    repairs: tuple[Change, ...] = ()  # what was outdated in the file
     dataset: Any = None  # the live training data, when there is one
     collate: Callable[[list[Any]], Any] | None = None
     most_workers: int | None = None  # what the data allows; None: as many as it takes
@@ -150,14 +151,10 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
         hardware, devices = replace(hardware, gpus=(), notes=()), request.nodes
         world = _data_parallel(devices, request.model_parallel)
         loaded = load(path, section=request.section, world_size=world)
-    repairs: tuple[str, ...] = ()
-    if any(item.repair for item in loaded.found):
-        repaired = upgrade(loaded)
-        repairs = tuple(problem.message for problem in dict.fromkeys(item.problem for item in loaded.found if item.repair))
-        loaded = load_document(repaired.document, section=request.section, world_size=world)
-    errors = [problem for problem in loaded.problems if problem.severity == "error"]
-    if loaded.job is None or errors:
-        lines = [f"{p.place.path}:{p.place.line}: {p.message}" if p.place else f"{path}: {p.message}" for p in errors]
+    loaded, repairs = _repaired(loaded, request.section, world)
+    decisive, others = _errors(loaded)
+    if loaded.job is None or decisive:
+        lines = [f"{p.place.path}:{p.place.line}: {p.message}" if p.place else f"{path}: {p.message}" for p in decisive]
         raise ConfigError(
             "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
         )
@@ -170,7 +167,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     job = replace(job, kept=job.kept | fixed.keys())
     known(job, hardware)
     workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    notes = (*(_on_cpu(request) if on_cpu else ()), *_misspelt(loaded), *assumed, *_fixed(fixed))
+    notes = (*(_on_cpu(request) if on_cpu else ()), *others, *_misspelt(loaded), *assumed, *_fixed(fixed))
     return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=notes)
 
 
@@ -198,6 +195,35 @@ def _with_deepspeed(job: TrainJob, folder: Path, request: Request) -> tuple[Trai
         return job, ()
     without = {key: item for key, item in job.args.items() if key != "deepspeed"}
     return replace(job, args=without), (f"deepspeed: {value} is not there: planned without it, for one device shares nothing",)
+
+
+DECISIVE = frozenset(
+    {
+        *(BATCH, ACCUMULATION, "fp16", "bf16", "optim", "gradient_checkpointing", "gradient_checkpointing_kwargs", "fsdp", "fsdp_config"),
+        *("deepspeed", "num_generations", "generation_batch_size", "steps_per_generation", "label_smoothing_factor", "torch_compile"),
+        *("train_sampling_strategy", "auto_find_batch_size"),
+    }
+)
+"""Keys that the plan rests on: an error in one of them stops it; any other is told, and planned beside."""
+
+
+def _repaired(loaded: Loaded, section: str | None, world_size: int) -> tuple[Loaded, tuple[Change, ...]]:
+    """The file repaired, and what that changed. Facts about the data are those of the file as it was: a dropped key still says them."""
+    if not any(item.repair for item in loaded.found):
+        return loaded, ()
+    repaired = load_document(upgrade(loaded).document, section=section, world_size=world_size)
+    if loaded.job is not None and repaired.job is not None:
+        repaired = replace(repaired, job=replace(repaired.job, data=loaded.job.data))
+    return repaired, repairs_of(loaded, repaired.document)
+
+
+def _errors(loaded: Loaded) -> tuple[list[Problem], tuple[str, ...]]:
+    """Those that stop a plan, and the others as notes."""
+    errors = [problem for problem in loaded.problems if problem.severity == "error"]
+    names = DECISIVE | {home.key for key, home in loaded.homes.items() if key in DECISIVE}
+    decisive = [problem for problem in errors if problem.key is None or problem.key in names]
+    others = [problem for problem in errors if problem not in decisive]
+    return decisive, tuple(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others)
 
 
 def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:
@@ -267,9 +293,10 @@ def _lean_workload_of(job: TrainJob) -> Workload:
         return workload_of(job)
 
 
-def workload_of(job: TrainJob) -> Workload:
+def workload_of(job: TrainJob, *, layers: int | None = None) -> Workload:
+    """`layers`: with another number of blocks, where they are all alike."""
     from hfopt.model.from_config import from_job
 
-    made = from_job(job)
+    made = from_job(job, layers=layers)
     grouped = job.args.get("train_sampling_strategy") == "group_by_length" or job.args.get("group_by_length") is True
     return replace(made, lengths=replace(made.lengths, grouped=True)) if grouped and made.lengths is not None else made

@@ -114,7 +114,7 @@ class Plan:
             "effective_batch": facts.effective_batch,
             "device": device_name(facts),
             "budget_bytes": facts.budget_bytes,
-            "changes": [{"key": c.key, "before": c.before, "after": c.after, "reason": c.reason} for c in facts.changes],
+            "changes": [{"key": c.key, "before": c.before, "after": c.after, "reason": c.reason} for c in facts.changed_lines],
             "before": _chosen(facts.before),
             "after": _chosen(facts.after),
             "verified": _verified(facts),

@@ -44,7 +44,7 @@ def world_of(subject: Subject) -> World:
     sharding = sharding_of(job.args, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
     if sharding is None:
         return World(sharding=None, ranks=RankTraffic(world_size=job.world_size))
-    return World(sharding=sharding, ranks=_ranks(subject, sharding))
+    return World(sharding=sharding, ranks=traffic_of(subject, sharding))
 
 
 def hidden_size(subject: Subject) -> int | None:
@@ -61,7 +61,7 @@ def weight_bytes(subject: Subject) -> int:
     return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
 
 
-def _ranks(subject: Subject, sharding: Sharding) -> RankTraffic:
+def traffic_of(subject: Subject, sharding: Sharding) -> RankTraffic:
     workload, world = subject.workload, sharding.world_size
     stored = weight_bytes(subject)
     mixed = precision_of(subject.job.args) in ("bf16", "fp16")

@@ -14,9 +14,9 @@ HEAD: Row = ("", "before", "after", "why")
 
 
 def rows(facts: PlanFacts) -> Iterator[Row]:
-    for change in facts.changes:
+    for change in facts.changed_lines:
         yield change.key, value_words(change.before), value_words(change.after), change.reason
-    if not facts.changes:
+    if not facts.changed_lines:
         yield "settings", "as they are", "the same", "already the fastest that fit"
     before, after = facts.before, facts.after
     yield "samples/s", _rate(before), _rate(after), "predicted"

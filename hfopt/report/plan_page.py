@@ -15,7 +15,7 @@ def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
     pieces += [html.paragraph(assumed_words(facts.assumed))] if facts.assumed else []
     pieces += [html.paragraph(f"Warning: {warning}") for warning in facts.warnings]
     pieces.append(_summary(facts))
-    changes = [(change.key, value_words(change.before), value_words(change.after), change.reason) for change in facts.changes]
+    changes = [(change.key, value_words(change.before), value_words(change.after), change.reason) for change in facts.changed_lines]
     pieces.append(
         html.section("Changes and their reasons", html.table(("key", "before", "after", "why"), changes, stack=True))
         if changes

@@ -42,7 +42,7 @@ def plan_text(facts: PlanFacts) -> str:
 def plan_lines(facts: PlanFacts) -> Iterator[Line]:
     yield from _head(facts)
     yield from _engine(facts)
-    yield from _changes(facts.changes)
+    yield from _changes(facts.changed_lines)
     yield from _speed(facts)
     yield from _memory(facts)
     yield from _others(facts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hfopt.schema.candidate import Candidate, Priced, Rejection
@@ -74,3 +74,12 @@ class PlanFacts:
     engine: EngineChoice | None = None  # None: one device
     phases: tuple[MemoryPhase, ...] = ()  # of a step that generates with vLLM on the same card
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown
+    repairs: tuple[Change, ...] = ()  # of what was outdated in the file, made before the plan
+
+    @property
+    def changed_lines(self) -> tuple[Change, ...]:
+        """All that becomes other in the file: repairs and plan; a key that both touch goes from its old value to its last."""
+        planned = {change.key: change for change in self.changes}
+        old = {repair.key: repair.before for repair in self.repairs}
+        repairs = tuple(repair for repair in self.repairs if repair.key not in planned)
+        return (*repairs, *(replace(change, before=old.get(change.key, change.before)) for change in self.changes))

@@ -1,10 +1,7 @@
 """The optimizer the Trainer would make for `optim`, on fake parameters, with the states it keeps.
 
-The states bitsandbytes' optimizers keep, by its rules, without bitsandbytes: bytes, not arithmetic.
-
-Rules (bitsandbytes/optim/optimizer.py): 8-bit states hold one byte per element and a float32 scale per block of 256; tensors below 4096
-elements and, in the Trainer, embeddings keep 32 bits. Paged states of at least 100,000 elements live in managed memory, which the driver
-keeps on the host until a kernel needs it: they are not counted here. The update kernels work in place.
+The states bitsandbytes' optimizers keep, by its rules (`facts/optimizer_states.py`), without bitsandbytes: bytes, not arithmetic. What
+is paged is not counted. The update kernels work in place.
 
 The optimizer the Trainer would make for `optim`, on fake parameters, with the implementation CUDA defaults to.
 
@@ -14,23 +11,12 @@ bitsandbytes needs a card even to be imported fully, so its states are imitated 
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 
 from hfopt.errors import TraceError
-
-_NAME = re.compile(r"^(paged_)?(adamw|lion|rmsprop|ademamix)(_bnb)?(_8bit|_32bit)?$")
-_STATES = {"adamw": 2, "lion": 1, "rmsprop": 1, "ademamix": 3}
-_BLOCK = 256
-_SMALLEST_8BIT = 4096
-_SMALLEST_PAGED = 100_000
-
-
-def is_bitsandbytes(optim: str) -> bool:
-    match = _NAME.match(optim)
-    return match is not None and (match[1] is not None or match[2] in ("lion", "ademamix") or match[3] is not None or match[4] is not None)
+from hfopt.facts.optimizer_states import BLOCK_8BIT, SMALLEST_8BIT, SMALLEST_PAGED, bitsandbytes_states
 
 
 class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
@@ -38,11 +24,9 @@ class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
     weight, gradient and states; here two kernels stand for it, which together move as many bytes."""
 
     def __init__(self, model: Any, groups: list[dict[str, Any]], optim: str) -> None:
-        match = _NAME.match(optim)
-        assert match is not None
-        self._paged = match[1] is not None
-        self._states = _STATES[match[2]]
-        self._eight_bit = match[4] == "_8bit"
+        known = bitsandbytes_states(optim)
+        assert known is not None, f"{optim} is not one of bitsandbytes'"
+        self._states = known
         self._embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         super().__init__(groups, {"lr": 5e-5})
 
@@ -60,15 +44,15 @@ class BitsAndBytes(torch.optim.Optimizer):  # type: ignore[misc]
                         torch._foreach_add_(states, 0)
 
     def _start(self, parameter: torch.Tensor) -> None:
-        eight = self._eight_bit and parameter.numel() >= _SMALLEST_8BIT and parameter not in self._embeddings
-        paged = self._paged and parameter.numel() >= _SMALLEST_PAGED
+        eight = self._states.eight_bit and parameter.numel() >= SMALLEST_8BIT and parameter not in self._embeddings
+        paged = self._states.paged and parameter.numel() >= SMALLEST_PAGED
         state = self.state[parameter]
         state["step"] = 0
-        for number in range(self._states):
+        for number in range(self._states.count):
             if not paged:
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=torch.uint8 if eight else torch.float32)
             if eight:
-                state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // _BLOCK), dtype=torch.float32)
+                state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // BLOCK_8BIT), dtype=torch.float32)
 
 
 _FOREACH = {"adamw_torch": torch.optim.AdamW, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "sgd": torch.optim.SGD}
@@ -107,7 +91,7 @@ def make_optimizer(model: Any, optim: str, optim_args: str | None = None, *, gro
         from transformers.optimization import Adafactor
 
         return Adafactor(groups, lr=_LR, scale_parameter=False, relative_step=False)
-    if is_bitsandbytes(optim):
+    if bitsandbytes_states(optim) is not None:
         return BitsAndBytes(model, groups, optim)
     traced = ", ".join(sorted((*_FOREACH, "adamw_torch_fused", "adafactor")))
     raise TraceError(f"optim {optim!r} cannot be traced", hint=f"traced are {traced} and those of bitsandbytes (8-bit, paged, lion)")

@@ -251,10 +251,13 @@ def _accepts_loss_kwargs(model: Any) -> bool:
 
 
 def _decoder_inputs(model: Any, labels: torch.Tensor) -> Any:
-    """DataCollatorForSeq2Seq makes them: with label smoothing the Trainer takes the labels away that the model would shift itself."""
+    """A collator makes them: with label smoothing the Trainer takes the labels away that the model would shift itself. Where the model
+    has no method for it (Whisper), the user's own collator must; what it makes has the labels' shape."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-    return None if prepare is None else prepare(labels=labels)
+    if prepare is not None:
+        return prepare(labels=labels)
+    return labels.clamp(min=0) if getattr(base.config, "is_encoder_decoder", False) else None
 
 
 def _label_smoother(settings: StepSettings) -> Any:

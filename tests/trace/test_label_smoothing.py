@@ -33,6 +33,21 @@ BERT = {
 }
 
 
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 8000, "num_mel_bins": 8, "max_source_positions": 100},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3, "max_target_positions": 64},
+}
+
+
+def test_whisper_has_no_method_to_shift_labels_and_is_traced_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WHISPER))
+    workload = from_spec(ModelSpec(name=str(tmp_path)), DataSpec(max_target_length=32))
+    assert estimate(workload, StepSettings(label_smoothing=0.1)).curve.peak(4).allocated_bytes > 0
+
+
 @pytest.mark.parametrize("config", [T5, BERT], ids=["t5", "bert"])
 def test_smoothed_labels_are_traced_and_cost_memory(config: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

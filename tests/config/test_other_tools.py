@@ -1,0 +1,96 @@
+"""Files that another tool's parser reads: what it dropped is told, and what is its own stays."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hfopt.config.read_job import load_bytes
+from hfopt.config.yaml_edit import upgrade
+
+BATCH = "per_device_train_batch_size"
+SFT = f"model_name_or_path: x\ndataset_name: d\npacking: true\noutput_dir: o\nuse_cpu: true\nbf16: false\n{BATCH}: 2\n"
+DPO = f"model_name_or_path: x\ndataset_name: d\nbeta: 0.1\nmax_length: 512\noutput_dir: o\nuse_cpu: true\nbf16: false\n{BATCH}: 2\n"
+FACTORY = f"model_name_or_path: x\nstage: sft\nfinetuning_type: lora\ntemplate: qwen\ncutoff_len: 512\noutput_dir: o\n{BATCH}: 1\n"
+
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL's keys are read from TRL")
+
+
+def findings(text: str) -> dict[str | None, Any]:
+    return {problem.key: problem for problem in load_bytes(text.encode(), "c.yaml").problems}
+
+
+def repaired(text: str) -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load(upgrade(load_bytes(text.encode(), "c.yaml")).data)
+    return data
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("text", "key", "fix", "after"),
+    [
+        (SFT + "max_seq_length: 1024\n", "max_seq_length", "max_length: 1024", {"max_length": 1024}),
+        (SFT + "max_seq_length: 1024\nmax_length: 512\n", "max_seq_length", "max_length is set already", {"max_length": 512}),
+        (SFT + "torch_dtype: bfloat16\n", "torch_dtype", "dtype: bfloat16", {"dtype": "bfloat16"}),
+        (SFT + "dataset_batch_size: 10\n", "dataset_batch_size", "drop the line", {}),
+        (DPO + "max_prompt_length: 256\n", "max_prompt_length", "drop the line", {}),
+    ],
+)
+def test_keys_gone_from_trl_are_told_with_the_new_name(text: str, key: str, fix: str, after: dict[str, Any]) -> None:
+    found = findings(text)[key]
+    assert found.severity == "error" and "gone from TRL" in found.message and fix in found.fix
+    now = repaired(text)
+    assert key not in now and after.items() <= now.items()
+
+
+@needs_trl
+def test_a_key_that_trl_still_has_is_not_told() -> None:
+    assert findings(SFT + "dataset_text_field: text\nmax_length: 512\n") == {}
+
+
+@pytest.mark.slow
+@needs_trl
+@pytest.mark.parametrize(
+    ("kind", "text"), [("SFTConfig", SFT + "max_seq_length: 64\ndataset_text_field: text\n"), ("DPOConfig", DPO + "max_prompt_length: 9\n")]
+)
+def test_trls_own_parser_takes_the_repaired_file(tmp_path: Path, kind: str, text: str) -> None:
+    import trl
+
+    old = "warmup_ratio: 0.1\noverwrite_output_dir: true\nevaluation_strategy: 'no'\ntorch_dtype: float32\nlogging_dir: l\n"
+    path = tmp_path / "c.yaml"
+    parser = trl.TrlParser((trl.ScriptArguments, getattr(trl, kind), trl.ModelConfig))
+    path.write_text(text + old)
+    with pytest.raises(ValueError, match="Unknown arguments"):
+        parser.parse_args_and_config(["--config", str(path)])
+    path.write_bytes(upgrade(load_bytes(path.read_bytes(), "c.yaml")).data)
+    _, training, model = trl.TrlParser((trl.ScriptArguments, getattr(trl, kind), trl.ModelConfig)).parse_args_and_config(
+        ["--config", str(path)]
+    )
+    assert training.max_length == (64 if kind == "SFTConfig" else 512) and training.warmup_steps == 0.1 and model.dtype == "float32"
+
+
+def test_llama_factory_keeps_what_its_parser_reads() -> None:
+    text = FACTORY + "overwrite_output_dir: true\nwarmup_ratio: 0.1\nlearning_rate: 1e-5\n"
+    assert {"overwrite_output_dir", "warmup_ratio"}.isdisjoint(findings(text))
+    assert repaired(text) == yaml.safe_load(text)
+    job = load_bytes(text.encode(), "c.yaml").job
+    assert job is not None and job.args["warmup_steps"] == 0.1, "read all the same"
+
+
+def test_a_section_that_a_script_takes_apart_keeps_its_keys() -> None:
+    text = "training:\n  batch_size: 8\n  lr: 1.0e-4\n  warmup_ratio: 0.1\n  output_dir: o\n"
+    found = findings(text)["warmup_ratio"]
+    assert found.severity == "warning" and "script" in found.message
+    assert repaired(text) == yaml.safe_load(text)
+    passed_on = text.replace("batch_size", BATCH).replace("lr:", "learning_rate:")
+    assert repaired(passed_on)["training"]["warmup_steps"] == 0.1
+
+
+def test_kto_with_one_sample_is_trls_affair_alone() -> None:
+    factory = FACTORY.replace("stage: sft", "stage: kto")
+    assert BATCH not in findings(factory)
+    assert "KL term" in findings(f"desirable_weight: 1.0\noutput_dir: o\nlearning_rate: 1.0e-5\n{BATCH}: 1\n")[BATCH].message
