@@ -147,7 +147,7 @@ def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, lora
     if said is not None:
         return _DTYPES.get(said.lower().removeprefix("torch."))
     dialect = dialect_of(facts, trainer)
-    if dialect is TRL:
+    if dialect.name == TRL.name:
         return trl_dtype()
     if dialect is not LLAMA_FACTORY:
         return None

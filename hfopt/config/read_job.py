@@ -166,7 +166,7 @@ class _Reading:
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
             world_size=self.world_size,
-            uses_trl=dialect_of(self.facts, trainer) is TRL,
+            uses_trl=dialect_of(self.facts, trainer).name == TRL.name,
             kept=_kept(self.document, homes),
             evaluation=read_evaluation_spec(self.facts),
         )

@@ -114,7 +114,7 @@ def test_the_diff_gives_the_reasons_and_is_a_patch(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_bytes(b"a: 1\r\nbf16: false\r\nlast: 2")
     change = Change(key="bf16", before=False, after=True, reason="tensor cores")
-    shown = _diff(SimpleNamespace(facts=SimpleNamespace(changes=(change,))), config, b"a: 1\r\nbf16: true\r\nlast: 2\nnew: 3")  # type: ignore[arg-type]
+    shown = _diff(SimpleNamespace(facts=SimpleNamespace(changed_lines=(change,))), config, b"a: 1\r\nbf16: true\r\nlast: 2\nnew: 3")  # type: ignore[arg-type]
     reason, old, new, *hunk = shown.decode().split("\n")
     assert (reason, old, new) == ("# bf16: false → true: tensor cores", f"--- {config}", f"+++ {config} (planned)")
     end = "\\ No newline at end of file"
