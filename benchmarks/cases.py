@@ -1,11 +1,29 @@
-"""One training configuration to be run on the virtual GPU and estimated: the same model and batches on both sides."""
+"""One training configuration to be run on the virtual GPU and estimated: the same model and batches on both sides.
+
+A model is one of the bundled table, or `tiny:` and a name of data/tiny_families.json: a small config of a family, with random weights.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, StepSettings, Workload
+
+TINY = "tiny:"
+FAMILIES = Path(__file__).parent / "data" / "tiny_families.json"
+
+
+@functools.cache
+def _tiny(name: str) -> str:
+    """A folder with the family's config."""
+    folder = Path(tempfile.mkdtemp(prefix="hfopt-tiny-"))
+    (folder / "config.json").write_text(json.dumps(json.loads(FAMILIES.read_text())[name]))
+    return str(folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +43,8 @@ class Case:
     attn: str | None = None
     lora: bool = False
     audio_seconds: float | None = None
+    data: dict[str, Any] = field(default_factory=dict)  # further fields of DataSpec
+    frozen_parts: list[str] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
 
@@ -38,6 +58,8 @@ class Case:
             f"weights {self.weights_dtype}": self.weights_dtype,
             f"attn {self.attn}": self.attn,
             "smooth": self.label_smoothing,
+            f"frozen {'+'.join(self.frozen_parts)}": self.frozen_parts,
+            " ".join(f"{name} {value}" for name, value in self.data.items()): self.data,
         }
         return " ".join([*parts, *(name for name, on in extras.items() if on)])
 
@@ -46,14 +68,15 @@ def trained_workload(case: Case) -> Workload:
     from hfopt.model.from_config import from_spec
 
     model = ModelSpec(
-        name=case.model,
+        name=_tiny(case.model.removeprefix(TINY)) if case.model.startswith(TINY) else case.model,
         task=case.task,  # type: ignore[arg-type]
         weights_dtype=case.weights_dtype,
         attn_implementation=case.attn,
         lora=Lora() if case.lora else None,
         overrides=case.overrides,
+        frozen_parts=tuple(case.frozen_parts),  # type: ignore[arg-type]
     )
-    data = DataSpec(max_length=case.length, audio_seconds=case.audio_seconds)
+    data = DataSpec(max_length=case.length, audio_seconds=case.audio_seconds, **case.data)
     return from_spec(model, data)
 
 

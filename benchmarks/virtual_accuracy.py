@@ -55,11 +55,59 @@ FURTHER = (
     Case(model="openai-community/gpt2", batch=5, length=256, label_smoothing=0.1),
 )
 
+VISION_LANGUAGE = (
+    Case(model="tiny:qwen2_vl", batch=4, data={"image_size": 420}),
+    Case(model="tiny:qwen2_vl", batch=4, data={"image_size": 420, "images_per_sample": 2}, precision="bf16"),
+    Case(model="tiny:qwen2_5_vl", batch=4, data={"image_size": 420}),
+    Case(model="tiny:qwen3_vl", batch=4, data={"max_pixels": 200704}),
+    Case(model="tiny:llava", batch=5),
+    Case(model="tiny:llava_next", batch=4, data={"image_size": 600}),
+    Case(model="tiny:paligemma", batch=5),
+    Case(model="tiny:idefics3", batch=3, data={"image_size": 700}),
+    Case(model="tiny:smolvlm", batch=4),
+    Case(model="tiny:gemma3", batch=5),
+    Case(model="tiny:mllama", batch=5),
+)
+
+OTHER_INPUTS = (
+    Case(model="tiny:detr", batch=4, data={"image_size": 320}),
+    Case(model="tiny:rt_detr", batch=4, data={"image_size": 320}),
+    Case(model="tiny:yolos", batch=4, data={"image_size": 320}),
+    Case(model="tiny:videomae", batch=5),
+    Case(model="tiny:timesformer", batch=5),
+    Case(model="tiny:vivit", batch=5),
+    Case(model="tiny:patchtst", batch=13),
+    Case(model="tiny:patchtst_classifier", batch=13),
+    Case(model="tiny:patchtsmixer", batch=13),
+    Case(model="tiny:informer", batch=13),
+    Case(model="tiny:time_series_transformer", batch=13),
+    Case(model="tiny:wav2vec2", batch=5, audio_seconds=3.0),
+    Case(model="tiny:hubert", batch=5, audio_seconds=3.0),
+    Case(model="tiny:wavlm", batch=5, audio_seconds=3.0),
+    Case(model="tiny:ast", batch=5),
+    Case(model="tiny:whisper_classifier", batch=5),
+    Case(model="tiny:speech_to_text", batch=5, audio_seconds=6.0),
+    Case(model="tiny:m2m_100", batch=9, length=128),
+    Case(model="tiny:longformer", batch=5, length=512),
+    Case(model="tiny:longformer_classifier", batch=5, length=512),
+    Case(model="tiny:xlnet", batch=5, length=256),
+    Case(model="tiny:falcon", batch=5, length=256),
+    Case(model="tiny:falcon_alibi", batch=5, length=256),
+    Case(model="tiny:falcon_new", batch=5, length=256),
+)
+STATE_SPACE = tuple(
+    Case(model=f"tiny:{name}", batch=5, length=200)
+    for name in ("falcon_h1", "bamba", "lfm2", "zamba", "zamba2", "jamba", "mamba", "mamba2", "granitemoehybrid")
+)
+
 
 def matrix() -> Iterator[Case]:
     for case, precision, checkpointing, accumulation in itertools.product(FAMILIES, ("fp32", "bf16", "fp16"), (False, True), (1, 4)):
         yield replace(case, precision=precision, checkpointing=checkpointing, accumulation=accumulation)
     yield from FURTHER
+    yield from VISION_LANGUAGE
+    yield from OTHER_INPUTS
+    yield from STATE_SPACE
 
 
 class VirtualCard:

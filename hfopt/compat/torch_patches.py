@@ -128,3 +128,38 @@ def process_groups_set_aside() -> Iterator[None]:
             _unregister_process_group(name)
         vars(c10d).update(saved)
         sys.excepthook = hook
+
+
+@contextmanager
+def lists_of_scalars(read: Callable[[Any], Any]) -> Iterator[None]:
+    """`torch.tensor([a.max(), ...])` reads each element on the host, as on CUDA; of fake tensors it finds no data, so `read` does."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._pytree import tree_map_only
+
+    original = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(data, (list, tuple)):
+            data = tree_map_only(FakeTensor, lambda one: read(one) if one.numel() == 1 else one, data)
+        return original(data, *args, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = original
+
+
+@contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """`torch.distributions` (time series) checks the range of parameters whose values a trace does not know."""
+    import torch
+
+    distribution = torch.distributions.Distribution
+    validates = distribution._validate_args
+    distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        distribution.set_default_validate_args(validates)

@@ -14,6 +14,7 @@ from hfopt.config.lookup import Facts
 from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
 from hfopt.config.tuning_methods import tuning_method
+from hfopt.config.vision_keys import frozen_parts, has_images, image_facts
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
 
 Trainer = TrainerKind
@@ -71,6 +72,13 @@ _TASKS: dict[str, Task] = {
     "vision2seq": "image_text",
     "imagetotext": "image_text",
     "visualquestionanswering": "image_text",
+    "objectdetection": "object_detection",
+    "detection": "object_detection",
+    "videoclassification": "video_classification",
+    "timeseriesprediction": "time_series",
+    "timeseriesforecasting": "time_series",
+    "timeseries": "time_series",
+    "forecasting": "time_series",
 }
 
 
@@ -87,6 +95,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         lora=lora,
         quantization=_quantization(facts, factory),
         frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
+        frozen_parts=frozen_parts(facts, is_factory=factory),
         num_labels=facts.whole("num_labels", "num_classes", "n_classes", "n_labels") or labels,
         reference=_reference(facts, trainer),
         trust_remote_code=facts.true("trust_remote_code"),
@@ -114,7 +123,7 @@ def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
         if value is not None and (task := _task_of(value)) is not None:
             return task, None
     if trainer not in ("Trainer", "Seq2SeqTrainer"):
-        return "causal_lm", None
+        return "image_text" if has_images(facts) else "causal_lm", None
     return None, None
 
 
@@ -266,7 +275,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         max_length=_length(facts, trainer),
         max_target_length=facts.whole("max_target_length", "max_output_length", "max_label_length", "generation_max_length"),
         packing=facts.true("packing", "neat_packing", "sample_packing") or (trainer == "SFT" and facts.true("padding_free")),
-        image_size=facts.whole("image_size", "img_size", "resolution", "input_size") or _first_side(facts.get("image_size")),
+        **image_facts(facts),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
         samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
         assumed=_generated_parts(facts) if trainer in ("GRPO", "RLOO") else (),
@@ -323,8 +332,3 @@ def _dataset(facts: Facts) -> str | None:
     if name is None:
         name = facts.text("name", "path", "id", "repo", "train", "train_path", under=_DATA_SECTIONS, not_under=_NOT_TRAINING)
     return None if name is None or "${" in name else name
-
-
-def _first_side(value: Any) -> int | None:
-    """[224, 224] -> 224."""
-    return value[0] if isinstance(value, list) and value and isinstance(value[0], int) and not isinstance(value[0], bool) else None

@@ -70,6 +70,7 @@ def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool
 
 _ANCHORS = 7
 _LARGEST_BATCH = 1 << 20
+_FEW, _MANY = 3, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class MemoryCurve:
     options: AllocatorOptions = field(default_factory=AllocatorOptions)
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
-    _third: ThirdStep | None = None
+    _third: tuple[Timeline, ThirdStep] | None = None
 
     # ------------------------------------------------------------------------------------------ one batch size
 
@@ -103,7 +104,7 @@ class MemoryCurve:
             reserved_bytes=replay.reserved_bytes,
             context_bytes=self.context_bytes,
             breakdown=self._breakdown(batch, replay),
-            moment=self._moment(replay.peak_event),
+            moment=self._moment(batch, replay.peak_event),
         )
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
@@ -129,7 +130,7 @@ class MemoryCurve:
         steps = self.replay_steps(batch, allocator)
         if not steps.fits:
             return steps
-        timeline = self.timeline
+        timeline = self.timeline.at(batch)
         end = timeline.marks.get("end", len(timeline))
         rest = replay_events(timeline, zip(timeline.blocks[end:].tolist(), timeline.sizes(batch)[end:], strict=True), allocator)
         peaks_later = rest.allocated_bytes > steps.allocated_bytes
@@ -137,13 +138,15 @@ class MemoryCurve:
 
     def replay_steps(self, batch: int, allocator: CachingAllocator) -> Replay:
         """The two traced steps and a third that repeats the second, up to the moment at which the Trainer would evaluate."""
-        timeline, sizes = self.timeline, self.timeline.sizes(batch)
+        timeline = self.timeline.at(batch)
+        sizes = timeline.sizes(batch)
         end = timeline.marks.get("end", len(timeline))
         traced_steps = replay_events(timeline, zip(timeline.blocks[:end].tolist(), sizes[:end], strict=True), allocator)
         if not traced_steps.fits or not self.goes_on:
             return traced_steps
-        self._third = self._third or ThirdStep(timeline)
-        third = replay_events(timeline, self._third.events(sizes), allocator)
+        if self._third is None or self._third[0] is not timeline:
+            self._third = timeline, ThirdStep(timeline)
+        third = replay_events(timeline, self._third[1].events(sizes), allocator)
         return replace(third, peak_event=traced_steps.peak_event)
 
     def fits(self, batch: int, budget_bytes: int, *, giving_back: bool = False) -> bool:
@@ -212,15 +215,26 @@ class MemoryCurve:
         import numpy as np
 
         if self._envelope is None:
-            self._envelope = upper_envelope(*running_lines(self.timeline))
+            self._envelope = upper_envelope(*self._lines())
         constants, slopes = self._envelope
         peak: np.ndarray[Any, Any] = np.max(constants[:, None] + slopes[:, None] * batches[None, :], axis=0)
         return peak
 
+    def _lines(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Live bytes over the batch; where events come and go with the batch, one line through the peaks of two sizes."""
+        import numpy as np
+
+        if self.timeline.at(_FEW) is self.timeline:
+            return running_lines(self.timeline)
+        few, many = (float(running_lines(self.timeline.at(batch))[0].max()) for batch in (_FEW, _MANY))
+        slope = (many - few) / (_MANY - _FEW)
+        return np.array([few - slope * _FEW]), np.array([slope])
+
     # ------------------------------------------------------------------------------------------ explanations
 
-    def _moment(self, event: int) -> str:
-        place = self.timeline.places[int(self.timeline.place_of[event])]
+    def _moment(self, batch: int, event: int) -> str:
+        timeline = self.timeline.at(batch)
+        place = timeline.places[int(timeline.place_of[event])]
         parts = [place.phase, place.module or "the whole model", place.op]
         return ", ".join(part for part in parts if part)
 
@@ -228,7 +242,7 @@ class MemoryCurve:
         """Requested bytes of what is live at the peak, by kind; rounding and unused cache are the fragmentation, so that all adds up."""
         from hfopt.memory.timeline import live_bytes
 
-        live = live_bytes(self.timeline, batch, replay.peak_event)
+        live = live_bytes(self.timeline.at(batch), batch, replay.peak_event)
         return Breakdown(
             weights_bytes=live["weights"],
             gradients_bytes=live["gradients"],

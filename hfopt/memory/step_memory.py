@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING
 
 from hfopt.compat.versions import release
 from hfopt.errors import TraceError
-from hfopt.memory.allocator import parse_alloc_conf
+from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.memory.per_sample import per_sample_timeline
 from hfopt.memory.timeline import COARSE_BATCH, COARSE_NOTE, Timeline, alone, coarse_timeline, combine
 from hfopt.schema import LengthSpread, OpCost, StepSettings, Workload
 from hfopt.trace.cuda_allocations import resident_threads
@@ -53,6 +54,8 @@ def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None =
 
 __all__ = ["TRACED_BATCHES", "Estimate", "MemoryCurve", "estimate", "traced"]
 
+CHECKED_BATCH = 5
+_CHECKED_WITHIN = 0.005
 TRACED_BATCHES = (2, 3)  # not 1: a dimension of size one is laid out in its own way
 
 
@@ -103,12 +106,29 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
             curve = MemoryCurve(timeline, context, spread, goes_on=settings.sharding is None, options=options)
             ops = grouped(first, second)
         except TraceError as error:
+            if settings.sharding is None and (looped := _per_sample(tracer, script, (first, second), context, options)) is not None:
+                return Estimate(curve=looped, ops=proportional(first), seconds=time.perf_counter() - began, notes=tuple(notes))
             second = tracer.record(script, COARSE_BATCH)
             peaks = (MemoryCurve(alone(one), 0, options=options).peak(one.batch) for one in (first, second))
             curve = MemoryCurve(coarse_timeline(*peaks), context)
             ops = proportional(first)
             notes.append(COARSE_NOTE.format(first.batch, second.batch, error))
     return Estimate(curve=curve, ops=ops, seconds=time.perf_counter() - began, notes=tuple(notes))
+
+
+def _per_sample(
+    tracer: Tracer, script: Script, traces: tuple[Trace, Trace], context_bytes: int, options: AllocatorOptions
+) -> MemoryCurve | None:
+    """The curve of a model that loops over its samples, if it holds at a batch that was not used for it."""
+    checked = tracer.record(script, CHECKED_BATCH)
+    try:
+        curve = MemoryCurve(per_sample_timeline(*traces), context_bytes, goes_on=True, options=options)
+        found = curve.peak(CHECKED_BATCH)
+    except TraceError:
+        return None
+    true = MemoryCurve(alone(checked), context_bytes, goes_on=True, options=options).peak(CHECKED_BATCH)
+    near = abs(found.allocated_bytes - true.allocated_bytes) <= _CHECKED_WITHIN * true.allocated_bytes
+    return curve if near else None
 
 
 def _varying(

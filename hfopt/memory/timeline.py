@@ -71,6 +71,10 @@ class Timeline:
         """No block has this number or a higher one."""
         return int(self.blocks.max()) + 1
 
+    def at(self, batch: int) -> Timeline:
+        """The events of one batch size: the same ones for all of them, unless the model loops over its samples."""
+        return self
+
     def sizes(self, batch: int) -> list[int]:
         """The bytes of each event at a batch size; FREED for a free."""
         import numpy as np

@@ -20,6 +20,9 @@ from typing import Any
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.model.detection import targets
+from hfopt.model.image_text import ImageTextSample, labels_of, repeated
+from hfopt.model.time_series import series
 from hfopt.schema import BatchShape, Task
 
 Batch = dict[str, Any]
@@ -34,6 +37,8 @@ class BatchMaker:
     config: Any
     main_input: str
     accepts: frozenset[str]
+    sample: ImageTextSample | None = None  # as the processor made it
+    model_class: str = ""
 
     def __call__(self, samples: int) -> Batch:
         if samples < 1:
@@ -122,6 +127,26 @@ def _image(maker: BatchMaker, samples: int) -> Batch:
     return {"pixel_values": _pixels(maker, samples), "labels": labels}
 
 
+def _detection(maker: BatchMaker, samples: int) -> Batch:
+    pixels, shape = _pixels(maker, samples), maker.shape
+    assert shape.height is not None and shape.width is not None
+    mask = {"pixel_mask": maker.full((samples, shape.height, shape.width), 1)} if shape.padded else {}
+    if mask and samples > 1:
+        mask["pixel_mask"][-1, shape.height - shape.height // 4 :] = 0
+    return {"pixel_values": pixels, **mask, "labels": targets(samples)}
+
+
+def _video(maker: BatchMaker, samples: int) -> Batch:
+    shape = maker.shape
+    assert shape.frames is not None and shape.channels is not None and shape.height is not None and shape.width is not None
+    pixels = maker.floats((samples, shape.frames, shape.channels, shape.height, shape.width))
+    return {maker.main_input: pixels, "labels": _class_labels(maker, samples)}
+
+
+def _series(maker: BatchMaker, samples: int) -> Batch:
+    return series(maker.config, maker.model_class, maker.accepts, samples)
+
+
 def _sound(maker: BatchMaker, samples: int) -> Batch:
     """Raw samples (input_values) or a spectrogram (frames × bins, or bins × frames as Whisper has it)."""
     config, shape = maker.config, maker.shape
@@ -153,6 +178,8 @@ def _audio(maker: BatchMaker, samples: int) -> Batch:
 def _image_text(maker: BatchMaker, samples: int) -> Batch:
     length = maker.shape.length
     assert length is not None
+    if maker.sample is not None:
+        return _processed(maker, maker.sample, samples, length)
     pixels = {"pixel_values": _pixels(maker, samples)}
     if maker.main_input == "pixel_values":  # an image encoder with a text decoder: the text is the target
         return {**pixels, "labels": _token_labels(maker, samples, length)}
@@ -162,10 +189,25 @@ def _image_text(maker: BatchMaker, samples: int) -> Batch:
     return {**batch, "labels": _token_labels(maker, samples, length)}
 
 
+def _processed(maker: BatchMaker, sample: ImageTextSample, samples: int, length: int) -> Batch:
+    """The last sample's text is a quarter shorter."""
+    batch = {name: repeated(value, samples) for name, value in sample.of_length(length).items()}
+    labels = labels_of(batch["input_ids"])
+    missing = (length - sample.image_tokens) // 4 if maker.shape.padded else 0
+    if missing:
+        labels[-1, length - missing :] = -100
+        if isinstance(mask := batch.get("attention_mask"), torch.Tensor):
+            mask[-1, length - missing :] = 0
+    return {**batch, "labels": labels}
+
+
 _MAKERS: dict[str, Callable[[BatchMaker, int], Batch]] = {
     "text": _text,
     "text_to_text": _text_to_text,
     "image": _image,
+    "detection": _detection,
+    "video": _video,
+    "series": _series,
     "audio": _audio,
     "audio_to_text": _audio,
     "image_text": _image_text,

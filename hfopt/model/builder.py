@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +35,11 @@ from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.heads import Head
 from hfopt.model.losses import REFERENCE
+from hfopt.model.parts import freeze_parts, modules_of_parts
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
 from hfopt.model.trl_trainer import TrlSetup
-from hfopt.schema import Assumption, Lora, ModelSpec, Task, Workload
+from hfopt.schema import Assumption, Lora, ModelPart, ModelSpec, Task, Workload
 
 
 def build_here(assemble: Callable[[], nn.Module], real: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -127,8 +128,8 @@ _PEFT_TASKS: dict[Task, str] = {
 """With these peft trains the new head too; other tasks need modules_to_save."""
 
 
-def lora_config(lora: Lora, task: Task) -> Any:
-    """The config as peft has it."""
+def lora_config(lora: Lora, task: Task, without: str | None = None) -> Any:
+    """The config as peft has it; `without`: modules that get no adapter, as a pattern of their names."""
     try:
         from peft import LoraConfig
     except ImportError:
@@ -145,12 +146,13 @@ def lora_config(lora: Lora, task: Task) -> Any:
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,
         task_type=_PEFT_TASKS.get(task),
+        exclude_modules=without,
     )
 
 
-def add_lora(model: nn.Module, lora: Lora, task: Task) -> nn.Module:
+def add_lora(model: nn.Module, lora: Lora, task: Task, without: Sequence[ModelPart] = ()) -> nn.Module:
     """The model with adapters, everything else frozen. Half-precision adapters go to float32, as get_peft_model does."""
-    config = lora_config(lora, task)
+    config = lora_config(lora, task, modules_of_parts(model, without))
     from peft import get_peft_model
 
     with warnings.catch_warnings():
@@ -246,11 +248,14 @@ class Recipe:
         freeze(model, self.spec.frozen)
         if self.spec.last_layers is not None:
             train_layers_alone(model, self.spec.last_layers)
+        freeze_parts(model, self.spec.frozen_parts)
         if self.trl is not None:
-            adapter = None if self.spec.lora is None else lora_config(self.spec.lora, self.head.task)
+            adapter = None
+            if self.spec.lora is not None:
+                adapter = lora_config(self.spec.lora, self.head.task, modules_of_parts(model, self.spec.frozen_parts))
             return self.trl.around(model, another=self._bare, adapter=adapter)
         if self.spec.lora is not None:
-            return add_lora(model, self.spec.lora, self.head.task)
+            return add_lora(model, self.spec.lora, self.head.task, self.spec.frozen_parts)
         if self.reference:
             model.add_module(REFERENCE, self._bare().requires_grad_(False))
         return model

@@ -6,9 +6,11 @@ Weights are never loaded: memory and time depend on shapes and types, not on val
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from hfopt.model.builder import DTYPE_OPTION, FAILURES, Recipe, assumed_build, s
 from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
 from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
-from hfopt.model.sample_shape import size_batch
+from hfopt.model.sample_shape import Reading, size_batch
 from hfopt.model.sources import ConfigSource, find_config
 from hfopt.model.trl_trainer import carried_trainer, trl_loss
 from hfopt.model.trl_workload import in_one_row, trl_batches, trl_notes, trl_setup
@@ -123,16 +125,23 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         raise WorkloadError(f"nothing of {source.name} trains: {_why_nothing(model)}", hint="add an adapter (LoRA), or freeze less")
     if data.lengths:
         data = replace(data, max_length=min(data.max_length or max(data.lengths), max(data.lengths)))
-    sized = size_batch(config, facts.main_input, head.task, data, trainer)
+    accepts = accepted_inputs(facts.model_class)
+    sized = size_batch(config, facts.main_input, head.task, data, trainer, Reading(folder=source.folder, accepts=accepts))
     notes = [note for note in (source.note, head.note, *model.notes) if note]
     if uses_flash(model):
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
     notes += [NOTES[trainer]] if trainer in NOTES else []
     notes += [_NO_TRL] if trl else []
-    accepts = accepted_inputs(facts.model_class)
+    notes += slow_state_space(facts.model_class)
     make_batch: Callable[[int], dict[str, Any]] = BatchMaker(
-        task=head.task, shape=sized.shape, config=config, main_input=facts.main_input, accepts=accepts
+        task=head.task,
+        shape=sized.shape,
+        config=config,
+        main_input=facts.main_input,
+        accepts=accepts,
+        sample=sized.sample,
+        model_class=facts.model_class.__name__,
     )
     if trainer in PAIRED:
         make_batch = Pairs(single=make_batch, keep_labels=trainer != "Reward")
@@ -167,6 +176,24 @@ def _labels(recipe: Recipe, trainer: str) -> tuple[Assumption, ...]:
     stated = trainer == "Reward" or recipe.spec.num_labels is not None
     count = getattr(recipe.config, "num_labels", None)
     return (Assumption(what="labels", value=None if count is None else str(count), guessed=not stated, settle="num_labels"),)
+
+
+_STATE_SPACE_KERNELS = {"causal_conv1d": "causal_conv1d_fn", "mamba_ssm": "mamba"}
+"""Package → what a modeling file of transformers names where it would use it."""
+
+
+def slow_state_space(model_class: type) -> list[str]:
+    """A note where transformers falls back to its own torch code for state-space layers: that is what is traced."""
+    names = " ".join(vars(sys.modules[model_class.__module__])).lower()
+    if "causal_conv1d_fn" not in names and "is_fast_path_available" not in names:
+        return []
+    missing = [package for package, sign in _STATE_SPACE_KERNELS.items() if sign in names and find_spec(package) is None]
+    if not missing:
+        return []
+    return [
+        f"{' and '.join(missing)} not installed: transformers' own torch code is traced for the state-space layers; "
+        "with the fast kernels a step takes less memory and time"
+    ]
 
 
 def _spread(data: DataSpec, longest: int | None) -> LengthSpread | None:

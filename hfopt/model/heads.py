@@ -21,15 +21,28 @@ _TABLES: dict[Task, str] = {
     "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
     "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "semantic_segmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+    "object_detection": "MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES",
+    "video_classification": "MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES",
     "ctc": "MODEL_FOR_CTC_MAPPING_NAMES",
     "speech_seq2seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "image_text": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "embedding": "MODEL_MAPPING_NAMES",
 }
+_TIME_SERIES = {
+    "patchtst": ("PatchTSTForPrediction", "PatchTSTForClassification", "PatchTSTForRegression"),
+    "patchtsmixer": ("PatchTSMixerForPrediction", "PatchTSMixerForTimeSeriesClassification", "PatchTSMixerForRegression"),
+    "time_series_transformer": ("TimeSeriesTransformerForPrediction",),
+    "informer": ("InformerForPrediction",),
+    "autoformer": ("AutoformerForPrediction",),
+}
+"""Forecasting classes stand in no table of transformers' auto classes."""
 _USUAL: tuple[Task, ...] = (
     "speech_seq2seq",
     "ctc",
+    "time_series",
+    "object_detection",
+    "video_classification",
     "semantic_segmentation",
     "image_classification",
     "image_text",
@@ -40,6 +53,11 @@ _USUAL: tuple[Task, ...] = (
     "sequence_classification",
 )
 """Tried in this order when the config names no class with a loss. Masked LM stands before causal LM because encoders have both."""
+
+_FULLER: dict[Task, tuple[Task, ...]] = {"causal_lm": ("image_text",), "seq2seq_lm": ("speech_seq2seq", "image_text")}
+"""A class that stands in both tables (Gemma 3, Whisper) takes more than text."""
+CONTRASTIVE = frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip"})
+"""Model types whose base class computes the image-text contrastive loss itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +83,9 @@ def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:
         if entry is not None:
             classes = (entry,) if isinstance(entry, str) else tuple(entry)
             found[task] = tuple(name for name in classes if not name.endswith("WithTeacher"))  # those are for inference, without a loss
-    if "embedding" in found and model_type in _contrastive():
+    if model_type in _TIME_SERIES:
+        found["time_series"] = _TIME_SERIES[model_type]
+    if "embedding" in found and model_type in CONTRASTIVE:
         found["image_text"] = found["embedding"]
     return found
 
@@ -74,6 +94,8 @@ def task_of_class(class_name: str) -> Task:
     """The task a model class is for, by transformers' tables; 'custom' for a class they do not name."""
     from transformers.models.auto import modeling_auto
 
+    if any(class_name in classes for classes in _TIME_SERIES.values()):
+        return "time_series"
     for task, table_name in _TABLES.items():
         names = getattr(modeling_auto, table_name).values()
         if any(class_name == entry or (not isinstance(entry, str) and class_name in entry) for entry in names):
@@ -90,7 +112,11 @@ def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, t
     if task is not None:
         return _for_task(model_type, heads, task, named)
     for candidate, classes in heads.items():
-        if named in classes and candidate != "embedding" and not (candidate == "seq2seq_lm" and "speech_seq2seq" in heads):
+        if (
+            named in classes
+            and candidate != "embedding"
+            and not any(named in heads.get(fuller, ()) for fuller in _FULLER.get(candidate, ()))
+        ):
             return Head(task=candidate, class_name=named, guessed=True)
     if not heads:
         raise WorkloadError(f"transformers has no trainable class for model type {model_type!r}")
@@ -111,6 +137,10 @@ def labelled(model_type: str, head: Head, labels: int) -> Head:
 
 
 def _for_task(model_type: str, heads: dict[Task, tuple[str, ...]], task: Task, named: str | None) -> Head:
+    if task == "seq2seq_lm" and "speech_seq2seq" in heads:
+        task = "speech_seq2seq"  # Whisper stands in both tables; what it hears is no text
+    if task == "causal_lm" and task not in heads and "image_text" in heads:
+        task = "image_text"  # what TRL loads for a vision-language model
     classes = heads.get(task)
     if classes is None:
         able = ", ".join(sorted(heads)) or "none"
@@ -127,8 +157,3 @@ def _usual(model_type: str, heads: dict[Task, tuple[str, ...]], *, encoder_decod
             hint=f"name one: {', '.join(sorted(heads))} (--task, or task: in the YAML)",
         )
     return found
-
-
-def _contrastive() -> frozenset[str]:
-    """Model types whose base class computes the image-text contrastive loss itself."""
-    return frozenset({"clip", "siglip", "siglip2", "chinese_clip", "altclip"})

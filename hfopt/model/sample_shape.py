@@ -7,15 +7,20 @@ patches divide; Whisper's window is always 30 s.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hfopt.errors import WorkloadError
+from hfopt.model.detection import detection_image
+from hfopt.model.image_text import WORDS, ImageTextSample, image_text_sample
+from hfopt.model.time_series import lengths
 from hfopt.schema import Assumption, BatchShape, DataSpec, Task
 
 TEXT_LENGTH = 512
 SFT_LENGTH = 1024  # trl's default max_length
 TARGET_LENGTH = 128
 AUDIO_SECONDS = 10.0
+VIDEO_FRAMES = 16
 TRANSCRIPT_TOKENS_PER_SECOND = 4  # CTC and Whisper labels; spoken English is 2-4 words, about 15 characters, a second
 SAMPLE_RATE = 16_000
 _NO_POSITION_LIMIT = frozenset({"t5", "mt5", "umt5", "longt5", "bloom", "mpt", "xlnet", "transfo-xl", "rwkv", "mamba", "mamba2"})
@@ -30,16 +35,37 @@ class SizedSample:
     shape: BatchShape
     tokens: int | None  # per sample
     assumed: tuple[Assumption, ...] = ()  # each size, as stated or guessed
+    sample: ImageTextSample | None = None  # as the model's processor makes it
 
 
-def size_batch(config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer") -> SizedSample:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What a batch's shape depends on besides the config: files of the processor, and the inputs of `forward`."""
+
+    folder: Path | None = None
+    accepts: frozenset[str] = frozenset()
+
+
+def size_batch(
+    config: Any, main_input: str, task: Task, data: DataSpec, trainer: str = "Trainer", at: Reading | None = None
+) -> SizedSample:
     """The shape of a batch for this model and task."""
+    at = at or Reading()
     if task in ("ctc", "audio_classification", "speech_seq2seq"):
         return _audio(config, main_input, task, data)
     if task in ("image_classification", "semantic_segmentation"):
         return _image(config, task, data)
-    if task == "image_text":
+    if task == "object_detection":
+        return _detection(config, data, at)
+    if task == "video_classification":
+        return _video(config, data)
+    if task == "time_series":
+        past, future = lengths(config)
+        return SizedSample(shape=BatchShape(kind="series", length=past, target_length=future, padded=False), tokens=None)
+    if task == "image_text" and _without_placeholders(config):
         return _image_text(config, main_input, data)
+    if task == "image_text" and data.images_per_sample != 0:
+        return _with_placeholders(config, data, at)
     return _text(config, task, data, trainer)
 
 
@@ -105,12 +131,34 @@ def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
     size = (512 if task == "semantic_segmentation" else 224) if stated is None else stated
     if size < 1:
         raise WorkloadError(f"an image of {size} pixels cannot be made")
-    channels = getattr(config, "num_channels", None) or 3
     return SizedSample(
-        shape=BatchShape(kind="image", height=size, width=size, channels=channels, padded=False),
+        shape=BatchShape(kind="image", height=size, width=size, channels=config_channels(config), padded=False),
         tokens=None,
         assumed=(_image_assumed(size, guessed=stated is None),),
     )
+
+
+def _detection(config: Any, data: DataSpec, at: Reading) -> SizedSample:
+    image = detection_image(config, data, at.folder)
+    masked = image.masked and "pixel_mask" in at.accepts
+    shape = BatchShape(kind="detection", height=image.height, width=image.width, channels=config_channels(config), padded=masked)
+    return SizedSample(shape=shape, tokens=None, assumed=image.assumed)
+
+
+def _video(config: Any, data: DataSpec) -> SizedSample:
+    """Frames and sides are the model's own: its positions are a table."""
+    stated = data.frames or _first(getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None))
+    frames = VIDEO_FRAMES if stated is None else stated
+    side = data.image_size or _first(getattr(config, "image_size", None)) or _first(getattr(config, "crop_size", None)) or 224
+    if frames < 1 or side < 1:
+        raise WorkloadError(f"a video of {frames} frames of {side} pixels cannot be made")
+    shape = BatchShape(kind="video", frames=frames, height=side, width=side, channels=config_channels(config), padded=False)
+    clip = Assumption(what="video", value=f"{frames} frames of {side} × {side} pixels", guessed=stated is None, settle="num_frames")
+    return SizedSample(shape=shape, tokens=None, assumed=(clip,))
+
+
+def config_channels(config: Any) -> int:
+    return getattr(config, "num_channels", None) or getattr(config, "in_chans", None) or 3
 
 
 def _first(size: Any) -> int | None:
@@ -162,6 +210,31 @@ def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, i
     if main_input == "input_features" and getattr(config, "input_feat_per_channel", None):
         return round(seconds / 0.01), config.input_feat_per_channel
     return None, None
+
+
+def _without_placeholders(config: Any) -> bool:
+    """Image and text meet in a contrastive loss, or the text is the target alone."""
+    from hfopt.model.heads import CONTRASTIVE
+
+    return config.model_type in CONTRASTIVE or config.model_type == "vision-encoder-decoder"
+
+
+def _with_placeholders(config: Any, data: DataSpec, at: Reading) -> SizedSample:
+    sample = image_text_sample(config, data, at.folder, at.accepts)
+    length = data.max_length
+    if length is None:
+        length = sample.image_tokens + WORDS
+        length = min(length, position_limit(config) or length)
+    if length <= sample.image_tokens:
+        count = "an image" if sample.images == 1 else f"{sample.images} images"
+        raise WorkloadError(
+            f"{count} of {sample.height} × {sample.width} pixels take {sample.image_tokens} tokens, which a length of {length} cannot hold",
+            hint="raise max_length, or state smaller images (image_size, max_pixels) or fewer of them",
+        )
+    length = _checked_length(config, length, "a text with its images")
+    shape = BatchShape(kind="image_text", length=length, height=sample.height, width=sample.width, channels=3, padded=not data.packing)
+    assumed = (*data.assumed, _length_assumed(length, data), *sample.assumed)
+    return SizedSample(shape=shape, tokens=length, assumed=assumed, sample=sample)
 
 
 def _image_text(config: Any, main_input: str, data: DataSpec) -> SizedSample:

@@ -34,7 +34,7 @@ def _timeline(curve: MemoryCurve, batch: int) -> tuple[TimelinePoint, ...]:
     """The step that holds the peak, which is the last one: the first has no optimizer state yet."""
     import numpy as np
 
-    timeline = curve.timeline
+    timeline = curve.timeline.at(batch)
     live = live_over_time(timeline, batch)
     total = np.sum(list(live.values()), axis=0)
     starts = sorted(event for name, event in timeline.marks.items() if name.startswith("step_"))

@@ -19,6 +19,9 @@ Task = Literal[
     "question_answering",
     "image_classification",
     "semantic_segmentation",
+    "object_detection",
+    "video_classification",
+    "time_series",
     "ctc",
     "speech_seq2seq",
     "audio_classification",
@@ -30,6 +33,8 @@ Task = Literal[
 TrainerKind = Literal["Trainer", "Seq2SeqTrainer", "SFT", "DPO", "GRPO", "RLOO", "Reward", "KTO", "ORPO", "CPO"]
 GENERATING: frozenset[TrainerKind] = frozenset({"GRPO", "RLOO"})
 """Trainers that write the samples they learn from."""
+
+ModelPart = Literal["vision", "projector", "language"]
 
 ALLOWABLE = ("optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation")
 """What a plan changes only where the user allows it."""
@@ -106,6 +111,7 @@ class ModelSpec:
     lora: Lora | None = None
     quantization: Quantization | None = None
     frozen: tuple[str, ...] = ()  # prefixes of modules that do not train
+    frozen_parts: tuple[ModelPart, ...] = ()  # of a model of several, that do not train
     num_labels: int | None = None
     reference: bool | None = None  # a frozen copy beside it, asked in every step; None: as its trainer usually does
     trust_remote_code: bool = False
@@ -125,6 +131,11 @@ class DataSpec:
     packing: bool = False
     lengths: tuple[int, ...] = ()  # of samples, where batches are padded to their own longest: each for the same share of them
     image_size: int | None = None
+    images_per_sample: int | None = None
+    min_pixels: int | None = None  # the image processor's limits
+    max_pixels: int | None = None
+    edges: Mapping[str, int] | None = None  # the image processor's `size`, such as {"shortest_edge": 800, "longest_edge": 1333}
+    frames: int | None = None  # of a video
     audio_seconds: float | None = None
     samples: int | None = None  # number of training samples, when known
     assumed: tuple[Assumption, ...] = ()  # lengths that the reader put together from others

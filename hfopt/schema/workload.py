@@ -13,12 +13,13 @@ from hfopt.schema.job import Assumption, Task
 class BatchShape:
     """What one batch looks like; the batch size itself is given when it is made."""
 
-    kind: Literal["text", "text_to_text", "image", "audio", "audio_to_text", "image_text", "custom"]
+    kind: Literal["text", "text_to_text", "image", "detection", "video", "series", "audio", "audio_to_text", "image_text", "custom"]
     length: int | None = None  # tokens
     target_length: int | None = None
     height: int | None = None
     width: int | None = None
     channels: int | None = None
+    frames: int | None = None  # of a video
     audio_samples: int | None = None
     padded: bool = True  # the attention mask has zeros in it
 

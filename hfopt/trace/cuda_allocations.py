@@ -186,15 +186,20 @@ def efficient_forward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, A
 
 
 def efficient_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
-    """transformers/cuda/attention_backward.cu: delta, then the workspace of mem_eff_attention/kernel_backward.h."""
+    """transformers/cuda/attention_backward.cu: gradients of grouped heads expanded, delta, then the workspace of
+    mem_eff_attention/kernel_backward.h."""
     gradient, query, key = args[0], args[1], args[2]
     batch, heads, length, width = query.shape
     sums = constant(batch * heads * length * 4)
     steps: list[Step] = [tensor for tensor in out if isinstance(tensor, torch.Tensor)]
+    grouped = key.shape[1] != heads
+    if grouped:
+        steps += [constant(batch * heads * key.shape[2] * side.shape[-1] * query.element_size()) for side in (key, args[3])]
     if query.dtype in _HALF:
         steps.append(sums)
     else:  # delta = (grad * out).sum(-1) as three operations
-        steps += [constant(gradient.numel() * 4), sums, sums, 0, 1]
+        first = 2 * grouped
+        steps += [constant(gradient.numel() * 4), sums, sums, first, first + 1]
     rows, columns, accumulates = _backward_tile(query.dtype in _HALF, width, kernels.capability)
     tile = (rows * columns * 4 + 16) * -(-width // columns)
     extra = 2 * round_up(key.shape[2], 64) * round_up(width, rows) * 4 if accumulates else 0
@@ -300,6 +305,8 @@ def _normalization_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[
 def _reduction(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
     """ATen/native/cuda/Reduce.cuh: few outputs over many rows are reduced by several blocks through global memory."""
     source = args[0]
+    if not source.is_floating_point() and source.dtype != out.dtype:  # ReduceOps.cpp: counted in the type of the result, a copy in it first
+        return [constant(source.numel() * out.element_size()), out]
     dims = args[1] if len(args) > 1 and args[1] is not None else None
     if dims is None or out.numel() <= 1:
         return [out]
@@ -318,24 +325,30 @@ def _reduction(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], ou
 
 
 def _convolution(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
-    """ATen/native/cudnn/ConvShared.cpp: the output, then the weight in the layout of the input."""
-    return [out, *_in_layout_of(args[0], args[1], args[8])]
+    """Convolution.cpp: a contiguous input; ATen/native/cudnn/ConvShared.cpp: the output, then the weight in the layout of the input."""
+    return [*_contiguous(args[0]), out, *_in_layout_of(args[0], args[1], args[8])]
 
 
 def _convolution_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
     """ConvShared.cpp: the incoming gradient and the weight in the input's layout; Convolution.cpp: the bias's gradient is a plain sum."""
     incoming, source, weight, groups = args[0], args[1], args[2], args[9]
-    copied = _in_layout_of(source, incoming, groups)
-    steps: list[Step] = list(copied)
+    own = _contiguous(source) if out[1] is not None else []
+    copied = _contiguous(incoming) if source.dim() == 5 else _in_layout_of(source, incoming, groups)
+    steps: list[Step] = [*own, *copied]
     if out[0] is not None:
         weight_copy = _in_layout_of(source, weight, groups)
-        steps += [out[0], *weight_copy, *([len(copied)] if weight_copy else [])]
+        steps += [out[0], *weight_copy, *([len(own) + len(copied)] if weight_copy else [])]
     if out[1] is not None:
         steps.append(out[1])
-    steps += [0] if copied else []
+    steps += [len(own)] if copied else []
     if out[2] is not None:
         steps += _reduction(kernels, (incoming, [0, *range(2, incoming.dim())]), {}, out[2])
     return steps
+
+
+def _contiguous(source: torch.Tensor) -> list[Step]:
+    """A copy of a video that is no plain block of memory: its frames were put before its channels by a view."""
+    return _packed([source]) if source.dim() == 5 and not source.is_contiguous(memory_format=torch.channels_last_3d) else []
 
 
 def _in_layout_of(source: torch.Tensor, other: torch.Tensor, groups: int) -> list[Step]:
@@ -364,7 +377,23 @@ def _foreach_norm(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any],
     return [constant(8 * (len(tensors) + 1)), constant(4 * chunks), *out]
 
 
+def _masked_scatter(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/IndexKernel.cu: where each element comes from is a running count over the mask, in int64; the mask in full."""
+    return [
+        out,
+        constant(8 * out.numel()),
+        *([] if args[1].numel() == out.numel() and args[1].is_contiguous() else [constant(out.numel())]),
+    ]
+
+
+def _masked_scatter_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """TensorAdvancedIndexing.cpp: masked_select, which is an index by nonzero(): a position in each dimension for each element chosen."""
+    return [constant(8 * args[0].dim() * out.numel()), out]
+
+
 RULES: dict[Any, Rule] = {
+    aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten.mm.default: _matmul,
     **dict.fromkeys((aten.mm.out, aten.addmm.out, aten.addmm_.default, getattr(aten.addmm, "dtype_out", None)), _into),
     aten.bmm.default: _matmul,
@@ -376,6 +405,7 @@ RULES: dict[Any, Rule] = {
     aten.native_layer_norm_backward.default: _normalization_backward,
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
+    aten.sum.default: _reduction,
     aten.sum.dim_IntList: _reduction,
     aten.mean.dim: _reduction,
     aten.embedding_dense_backward.default: _embedding_backward,

@@ -10,6 +10,8 @@ import math
 
 import torch
 
+from hfopt.compat import installed_torch
+
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -17,8 +19,9 @@ _HALF = (torch.float16, torch.bfloat16)
 class Attention:
     """The override of aten::scaled_dot_product_attention for one capability."""
 
-    def __init__(self, capability: tuple[int, int]) -> None:
+    def __init__(self, capability: tuple[int, int], torch_version: tuple[int, int] | None = None) -> None:
         self.capability = capability
+        self.torch_version = torch_version or installed_torch()
 
     def __call__(
         self,
@@ -32,14 +35,24 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-        if self.flash(query, key, value, attn_mask, dropout_p):
+        flash_heads, efficient_heads = self.takes_heads(query, key, value, enable_gqa=enable_gqa)
+        if flash_heads and self.flash(query, key, value, attn_mask, dropout_p):
             return _flash(query, key, value, dropout_p, is_causal, scale)
-        if not grouped and self.efficient(query, key, value, attn_mask):
+        if efficient_heads and self.efficient(query, key, value, attn_mask):
             return _efficient(query, key, value, _additive(attn_mask, query), dropout_p, is_causal, scale)
         return aten._scaled_dot_product_attention_math(
             query, key, value, _additive(attn_mask, query), dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
         )[0]
+
+    def takes_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> tuple[bool, bool]:
+        """check_batch_size_and_num_heads_dense, for flash and for memory-efficient attention. From 2.15 on the latter takes grouped heads,
+        and both take one head of keys and values for all (pytorch#191085); flash took it before where it was asked to group."""
+        heads, of_key, of_value = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key, value))
+        if heads == of_key == of_value:
+            return True, True
+        late = self.torch_version >= (2, 15)
+        grouped = enable_gqa and of_key == of_value and heads % of_key == 0
+        return grouped or (late and of_key == of_value == 1), late and (grouped or of_key == of_value == 1)
 
     def flash(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float) -> bool:
         width = query.shape[-1]
@@ -57,7 +70,7 @@ class Attention:
             return False
         if query.dtype not in (*_HALF, torch.float32) or not query.shape[-2] or not key.shape[-2]:
             return False
-        if query.shape[-3] != key.shape[-3] or any(t.stride(-1) != 1 for t in (query, key, value)):
+        if any(t.stride(-1) != 1 for t in (query, key, value)):
             return False
         # check_head_dim_size_mem_efficient with minimum_gemm_alignment
         if self.capability >= (8, 0):

@@ -159,11 +159,41 @@ def _softmax(op: Any) -> Any:
     return call
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """ATen/native/Linear.cpp; it adds the bias in place, but never for fake tensors (they count as tensor subclasses)."""
+    if bias is None:
+        return torch.matmul(x, weight.t())
+    if x.dim() == 2:
+        return torch.addmm(bias, x, weight.t())
+    if x.dim() > 2 and x.is_contiguous() and bias.dim() == 1:
+        return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    return torch.matmul(x, weight.t()).add_(bias)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> torch.Tensor:
+    """ATen/native/Normalization.cpp: cuDNN gets a contiguous input, and backward keeps that copy."""
+    if not x.is_contiguous() and not (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):
+        x = x.contiguous()
+    return aten.native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)[0]
+
+
 @contextlib.contextmanager
 def cuda_rules(capability: tuple[int, int]) -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", Attention(capability), "AutogradCPU")
+        library.impl("linear", _linear, "AutogradCPU")
+        library.impl("batch_norm", _batch_norm, "AutogradCPU")
         library.impl("softmax.int", _softmax(aten._softmax), "AutogradCPU")
         library.impl("log_softmax.int", _softmax(aten._log_softmax), "AutogradCPU")
         install_cuda_lists(library)

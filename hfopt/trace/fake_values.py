@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 INTEGER_LIMIT = 1 << 22  # elements; a mask of 2048 × 2048 still fits
 FLOAT_LIMIT = 1 << 10
+UNIFORM_LIMIT = 1 << 28  # of a tensor whose elements are all alike, which is kept as one number
 _TWIN = "_hfopt_twin"
 _ALMOST_ONE = 1.0 - 2.0**-24
 
@@ -34,6 +35,9 @@ _RANDOM = _overloads(
     "empty empty_like empty_strided new_empty"
 )
 _DYNAMIC = _overloads("nonzero masked_select unique_dim _unique2 unique_consecutive repeat_interleave bincount")
+_COMPARED = {aten.eq.Scalar: False, aten.ne.Scalar: True, aten.ge.Tensor: True, aten.le.Tensor: True}
+"""Numbers that are not known are not a constant's: an image is not taken for padding (Idefics). What is checked to be in order is: the
+corners of predicted boxes (DETR)."""
 _BOOLEAN_INDEX = (aten.index.Tensor,)
 
 
@@ -45,7 +49,9 @@ def twin(tensor: Any) -> torch.Tensor | None:
 
 
 def attach(fake: torch.Tensor, real: torch.Tensor | None) -> None:
-    if real is not None and _small(fake):
+    if real is not None and not _small(fake):
+        real = _collapsed(real)
+    if real is not None:
         setattr(fake, _TWIN, real)
     elif hasattr(fake, _TWIN):
         delattr(fake, _TWIN)
@@ -54,6 +60,27 @@ def attach(fake: torch.Tensor, real: torch.Tensor | None) -> None:
 def _small(tensor: torch.Tensor) -> bool:
     floating = tensor.is_floating_point() or tensor.is_complex()
     return int(tensor.numel()) <= (FLOAT_LIMIT if floating else INTEGER_LIMIT)
+
+
+def _of_one_value(args: Any) -> bool:
+    real = twin(args[0]) if args else None
+    return real is not None and not _small(real) and _uniform(real)
+
+
+def _uniform(real: torch.Tensor) -> bool:
+    """One value for all elements, which costs nothing to keep."""
+    return real.numel() <= UNIFORM_LIMIT and not any(real.stride())
+
+
+def _collapsed(real: torch.Tensor) -> torch.Tensor | None:
+    """A large tensor of one value, kept as that value; None when it is not."""
+    if real.is_floating_point() or real.numel() > UNIFORM_LIMIT:
+        return None
+    if _uniform(real):
+        return real
+    with _disable_current_modes():
+        first = real.flatten()[:1].clone()
+        return first[0].expand(real.shape) if bool((real == first).all()) else None
 
 
 class Values:
@@ -96,7 +123,9 @@ class Values:
             with _disable_current_modes():
                 positions = real.nonzero(as_tuple=True)
             indices.extend(map(self._faked, positions))
-        return func(args[0], indices)
+        out = func(args[0], indices)
+        attach(out, self._run_on_twins(func, (args[0], indices), {}, demand=False))
+        return out
 
     def _faked(self, real: torch.Tensor) -> torch.Tensor:
         fake = self._fake_mode.from_tensor(real)
@@ -109,7 +138,14 @@ class Values:
         if first is None or isinstance(first, (tuple, list)):
             self._follow_lists(func, args, kwargs)
             return
-        if not isinstance(first, FakeTensor) or not _small(first):
+        if not isinstance(first, FakeTensor):
+            return
+        if func in _COMPARED and args[0].is_floating_point() and twin(args[0]) is None:
+            with _disable_current_modes():
+                alike = torch.tensor(_COMPARED[func]).expand(tuple(first.shape))
+                attach(first, alike.clone() if _small(first) else alike)
+            return
+        if not _small(first) and not _of_one_value(args):
             return
         if func in _RANDOM_UNIFORM:
             if first.numel() == 1:
@@ -146,7 +182,7 @@ class Values:
         def host(value: torch.Tensor) -> torch.Tensor:
             nonlocal missing
             real = twin(value)
-            if real is None or (not demand and not _small(real)):
+            if real is None or (not demand and not _small(real) and not _uniform(real)):
                 missing = True
                 return value
             return real

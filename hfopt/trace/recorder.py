@@ -207,6 +207,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             self.release(block)
             del self._owner[block]
 
+    def close(self) -> None:
+        """What the model keeps (Qwen-VL's rope_deltas) is freed while another trace runs, and is no event of this one."""
+        self._references.clear()
+
     def forget(self, key: int) -> None:
         """The storage's block is freed now, though the storage lives on: it was shrunk to nothing, or moved to the host."""
         if key in self._blocks:

@@ -12,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from types import CellType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfopt.compat import let_gradients_through, package_version, quietly
-from hfopt.compat.torch_patches import swaps_allowed
-from hfopt.compat.transformers_patches import checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
+from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalidated_distributions
+from hfopt.compat.transformers_patches import assignments_by_shape, checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_allocations import Kernels
@@ -79,6 +81,7 @@ def _require_grades(every_n_layers: int) -> None:
         )
 
 
+_EMPTY_CELL = CellType()
 Script = Callable[["TraceSession"], None]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -94,7 +97,7 @@ class TraceSession:
     def to_device(self, category: Any = "inputs") -> dict[str, Any]:
         """A fresh batch, taken onto the device tensor by tensor as `send_to_device` does."""
         batch = self._batch()
-        for tensor in batch.values():
+        for tensor in tree_leaves(batch):
             if isinstance(tensor, torch.Tensor):
                 self.recorder.take(tensor, category, "to_device")
         return batch
@@ -143,31 +146,42 @@ class Tracer:
             trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count
         )
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
-        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain:
+        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain, _read_as_in_a_run(self._values):
             torch.manual_seed(0)
+            _forget_answers(self.model)
             real = change(self._make_batch(batch_size))
             cuda = cuda_rules(self._kernels.capability)
-            with self._fake_mode, masks_read(), cuda, tiled_heads(recorder), recorder, ModuleNames(self.model, recorder):
+            with self._fake_mode, cuda, tiled_heads(recorder), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:
                     script(session)
-                except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+                except (
+                    RuntimeError,
+                    NotImplementedError,
+                    ValueError,
+                    TypeError,
+                    IndexError,
+                    AttributeError,
+                    KeyError,
+                    ImportError,
+                ) as error:
                     raise _explained(error, recorder) from error
                 finally:
                     recorder.recording = False
+                    _forget_answers(self.model)
                     self.model.zero_grad(set_to_none=True)
+        recorder.close()
         trace.sort_frees()
         return trace
 
     def _fake_batch(self, real: dict[str, Any]) -> dict[str, Any]:
-        batch = {}
-        for name, value in real.items():
-            if isinstance(value, torch.Tensor):
-                fake = self._fake_mode.from_tensor(value.clone())
-                attach(fake, value)
-                value = fake
-            batch[name] = value
+        def faked(value: torch.Tensor) -> torch.Tensor:
+            fake: torch.Tensor = self._fake_mode.from_tensor(value.clone())
+            attach(fake, value)
+            return fake
+
+        batch: dict[str, Any] = tree_map_only(torch.Tensor, faked, real)
         return batch
 
     def _load(self, recorder: Recorder) -> None:
@@ -195,10 +209,33 @@ def _explained(error: BaseException, recorder: Recorder) -> TraceError:
     line = f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
     op = recorder.last_operation.name() if recorder.last_operation is not None else "the first operation"
     what = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, ImportError) or (isinstance(error, ValueError) and "image size" in what.lower()):
+        return TraceError(
+            f"the model refuses this step: {what}", hint="state what it takes in the YAML (image_size), or install what it names"
+        )
     return TraceError(
         f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {what}",
         hint="an operation whose result decides a shape or a branch needs real data; measure this model with a dry run instead",
     )
+
+
+def _forget_answers(model: Any) -> None:
+    """Methods with an lru_cache (RT-DETR's position embedding) answer anew in each trace, as in the first step of a run, and keep no fake
+    tensor for a real one."""
+    for module in model.modules():
+        for method in (*vars(module).values(), *vars(type(module)).values()):
+            function = getattr(method, "__func__", method)
+            inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL]
+            for cached in (function, *inside):
+                if callable(getattr(cached, "cache_clear", None)):
+                    cached.cache_clear()
+
+
+@contextlib.contextmanager
+def _read_as_in_a_run(values: Values) -> Iterator[None]:
+    """Code that reads tensors on the host gets the values that are known, or an answer of the right shape."""
+    with masks_read(), assignments_by_shape(), unvalidated_distributions(), lists_of_scalars(values.read):
+        yield
 
 
 @contextlib.contextmanager

@@ -1,11 +1,12 @@
 """True values for small integer and boolean tensors on the virtual GPU.
 
 Its kernels do nothing, so `if attention_mask.all():` would read garbage and the model would take another attention kernel than on a
-real card. This torch function mode keeps a CPU twin of every small integer or boolean CUDA tensor whose content follows from the host,
-and runs each operation on the twins as well. It works at the Python API, above the dispatcher, allocates nothing on the device and
-does not change what runs there. Scalars whose value is not known (the loss, a gradient norm) read as zero. What a model chooses among
-such numbers outside of training (the next token of a text) is the middle one: no special token, so a text is written to its full length.
-They are finite, too: a mask of those that are keeps them all.
+real card. This torch function mode keeps a CPU twin of every small integer or boolean CUDA tensor whose content follows from the host, and
+of small float ones that were made from such and from constants, and runs each operation on the twins as well. It works at the Python API,
+above the dispatcher, allocates nothing on the device and does not change what runs there. Scalars whose value is not known (the loss, a
+gradient norm) read as zero. What a model chooses among such numbers outside of training (the next token of a text) is the middle one: no
+special token, so a text is written to its full length. They are finite, too, none is equal to a constant, and what should be in order is:
+a mask of those that are keeps them all.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _MOST_ELEMENTS = 1 << 22
+_MOST_FLOATS = 1 << 12  # of a tensor made on the card from constants and masks; weights and data have no twin
+_MOST_ALIKE = 1 << 28  # elements of one value, kept as that value
 _PASSED_THROUGH = {
     "__get__",
     "__set__",
@@ -34,9 +37,13 @@ _PASSED_THROUGH = {
 }
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "is_nonzero", "equal"}
 _RANDOM = {"randint", "randint_like", "randperm", "bernoulli", "bernoulli_", "multinomial", "random_"}
+_RANDOM_FLOATS = {"rand_like", "randn_like", "normal_", "uniform_", "empty_like", "new_empty", "dropout", "exponential_"}
+_CONSTANTS = {"zeros", "ones", "full", "arange", "linspace", "tensor", "eye"}
 _BY_SHAPE_ALONE = {"ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"}
 _CHOICES = {"argmax", "multinomial"}
 _FINITE = {"isnan": False, "isinf": False, "isposinf": False, "isneginf": False, "isfinite": True}
+_COMPARED = {"eq": False, "__eq__": False, "ne": True, "__ne__": True}
+_ORDERED = {"ge", "__ge__", "le", "__le__"}
 _READ_INSIDE = {"ctc_loss": {2: "input_lengths", 3: "target_lengths"}}  # arguments the C++ side copies to the host by itself
 _twins = WeakTensorKeyDictionary()
 
@@ -67,7 +74,16 @@ def _zeros(value: Any) -> Any:
 
 
 def _may_have_twin(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() <= _MOST_ELEMENTS
+    most = _MOST_FLOATS if tensor.is_floating_point() else _MOST_ALIKE
+    return tensor.is_cuda and not tensor.is_complex() and tensor.numel() <= most
+
+
+def _kept(twin: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, if they are few, or all alike."""
+    if twin.numel() <= _MOST_ELEMENTS or not any(twin.stride()):
+        return twin
+    first = twin.flatten()[0].clone()
+    return first.expand(twin.shape) if bool((twin == first).all()) else None
 
 
 def _remember(out: Any, twin: Any) -> Any:
@@ -77,7 +93,8 @@ def _remember(out: Any, twin: Any) -> Any:
             return out
         if out.shape != twin.shape:
             out = twin.to(out.device)
-        _twins[out] = twin
+        if (kept := _kept(twin)) is not None:
+            _twins[out] = kept
         return out
     if type(out) in (tuple, list) and type(twin) is type(out) and len(out) == len(twin):
         return type(out)(map(_remember, out, twin))
@@ -101,11 +118,28 @@ def _places(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Size, tuple
     return shape, _twins[mask].expand(shape).nonzero(as_tuple=True)
 
 
-def _scatter(values: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """masked_scatter, whose backward selects by the mask inside C++: as an assignment to the places, whose number is known."""
-    shape, where = _places(values, mask)
-    places = tuple(found.to(mask.device) for found in where)
-    return values.expand(shape).index_put(places, source.reshape(-1)[: len(where[0])].to(values.dtype))
+class _MaskedScatter(torch.autograd.Function):  # type: ignore[misc]
+    """masked_scatter, whose backward selects by the mask inside C++ (masked_scatter_backward, TensorAdvancedIndexing.cpp): here by places
+    whose number is known, in one tensor as nonzero() makes it."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(mask)
+        context.shapes = values.shape, source.shape
+        return torch.masked_scatter(values, mask, source)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
+        (mask,), (values, source) = context.saved_tensors, context.shapes
+        to_values = to_source = None
+        if context.needs_input_grad[0]:
+            to_values = gradient.masked_fill(mask, 0).sum_to_size(values)
+        if context.needs_input_grad[2]:
+            places = _twins[mask].expand(gradient.shape).nonzero()
+            chosen = gradient[tuple(places.t().contiguous().to(mask.device).unbind())]
+            missing = source.numel() - chosen.numel()
+            to_source = (torch.cat([chosen, chosen.new_zeros(missing)]) if missing else chosen).view(source)
+        return to_values, None, to_source
 
 
 def _select(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -119,10 +153,25 @@ def _meant(name: str, out: Any, args: Any, kwargs: Any) -> int | bool | None:
     """What a function of unknown numbers is taken to answer: they are finite, and of several the middle one is chosen."""
     if name in _FINITE and _may_have_twin(out):
         return _FINITE[name]
+    if name in _COMPARED and isinstance(args[1], (int, float)) and args[0].is_floating_point() and _may_have_twin(out):
+        return _COMPARED[name]
+    if name in _ORDERED and isinstance(args[1], torch.Tensor) and args[0].is_floating_point() and _may_have_twin(out):
+        return True
     if name not in _CHOICES or torch.is_grad_enabled() or not _may_have_twin(out):
         return None
     values, dim = args[0], -1 if name == "multinomial" else kwargs.get("dim", args[1] if len(args) > 1 else None)
     return int(values.numel() if dim is None else values.shape[dim]) // 2
+
+
+def _known_size(args: Any, kwargs: Any) -> dict[str, int]:
+    """How long repeat_interleave's result is, which the C++ side would read from the card."""
+    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else args[0])
+    if not isinstance(repeats, torch.Tensor) or repeats not in _twins:
+        return {}
+    values, dim = (args[0], kwargs.get("dim", args[2] if len(args) > 2 else None)) if repeats is not args[0] else (repeats, None)
+    length = values.numel() if dim is None else values.shape[dim]
+    total = int(_twins[repeats].sum())
+    return {"output_size": total * length if repeats.numel() == 1 and repeats is not args[0] else total}
 
 
 def _with_true_lengths(read: dict[int, str], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -136,13 +185,13 @@ def _with_true_lengths(read: dict[int, str], args: Any, kwargs: Any) -> tuple[An
 
 
 def _cuda_arguments(values: Iterable[Any]) -> tuple[bool, bool]:
-    """Is one of them a CUDA tensor, and are all CUDA tensors ones whose values are known? Floats never are."""
+    """Is one of them a CUDA tensor, and are all CUDA tensors ones whose values are known?"""
     any_cuda, all_known = False, True
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.is_cuda:
                 any_cuda = True
-                all_known = all_known and not value.is_floating_point() and value in _twins
+                all_known = all_known and value in _twins
         elif isinstance(value, (tuple, list)):
             cuda, known = _cuda_arguments(value)
             any_cuda, all_known = any_cuda or cuda, all_known and known
@@ -163,19 +212,21 @@ class _Values(TorchFunctionMode):  # type: ignore[misc]
             return func(*map(_on_host if known else _zeros, args), **kwargs)
         if any_cuda and name in ("__getitem__", "__setitem__"):
             args = (args[0], _without_masks(args[1]), *args[2:])
+        if any_cuda and name == "repeat_interleave" and "output_size" not in kwargs:
+            kwargs = {**kwargs, **_known_size(args, kwargs)}
         if any_cuda and name in _READ_INSIDE:
             args, kwargs = _with_true_lengths(_READ_INSIDE[name], args, kwargs)
         if any_cuda and name == "masked_select" and len(args) == 2 and args[1] in _twins:
             return _select(*args)
         if any_cuda and name == "masked_scatter" and len(args) == 3 and args[1] in _twins:
-            return _scatter(*args)
+            return _MaskedScatter.apply(*args)
         out = func(*args, **kwargs)
         if any_cuda and not known and name in _BY_SHAPE_ALONE and args and _may_have_twin(out):
             args, known = (torch.empty_like(args[0], device="cpu"), *args[1:]), True
         if any_cuda and not known and (meant := _meant(name, out, args, kwargs)) is not None:
-            _twins[out] = torch.full(out.shape, meant)
+            _twins[out] = torch.full(out.shape, meant) if out.numel() <= _MOST_ELEMENTS else torch.tensor(meant).expand(out.shape)
             return out
-        if not known or name in _RANDOM:
+        if not known or name in _RANDOM or (name in _RANDOM_FLOATS and isinstance(out, torch.Tensor) and out.is_floating_point()):
             if any_cuda and args and isinstance(args[0], torch.Tensor) and (out is args[0] or name == "__setitem__"):
                 _twins.pop(args[0], None)  # overwritten with something unknown
             return out
@@ -188,6 +239,8 @@ def _run_on_twins(func: Any, name: str, args: Any, kwargs: Any, out: Any, has_cu
     results = _tensors((out,))
     if name != "__setitem__" and not any(_may_have_twin(tensor) or (has_cuda and not tensor.is_cuda) for tensor in results):
         return out
+    if isinstance(out, torch.Tensor) and out.is_floating_point() and (not has_cuda and name not in _CONSTANTS):
+        return out  # data from the host, a weight, or numbers drawn or left as they were
     try:
         if name == "cuda":
             twin = _twins[args[0]] if has_cuda else args[0].clone()
@@ -231,6 +284,7 @@ def install() -> None:
     import torch.nn.parallel.distributed as ddp
 
     ddp._verify_param_shape_across_processes = lambda *_, **__: True
+    torch.distributions.Distribution.set_default_validate_args(False)  # numbers that no kernel has computed are in no range
     compile_for_real = torch.compile
 
     @functools.wraps(compile_for_real)
