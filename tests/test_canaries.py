@@ -34,6 +34,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.backends.cudnn.allow_tf32",
             "torch.nn.Module.register_parameter",
             "torch.utils.swap_tensors",
+            "torch.distributions.Distribution._validate_args",
             "torch.nn.functional.linear",
             "torch.UntypedStorage.resize_",
             "torch._C._distributed_c10d._unregister_process_group",

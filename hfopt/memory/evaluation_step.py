@@ -28,7 +28,7 @@ from hfopt.memory.curve import MemoryCurve, Replay, replay_events
 from hfopt.memory.step_memory import TRACED_BATCHES
 from hfopt.memory.timeline import FREED, Timeline, combine
 from hfopt.schema import EvaluationSettings, GenerationSettings, StepSettings, Workload
-from hfopt.trace.cuda_allocations import Kernels
+from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.recorder import Trace
 from hfopt.trace.tracer import Tracer, TraceSession, prepared
 from hfopt.trace.trainer_step import TrainerLoop

@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.timeline import FREED, Repetition, Timeline, require_same_events
-from hfopt.trace.cuda_allocations import FORMULAS
+from hfopt.trace.kernel_sizes import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np

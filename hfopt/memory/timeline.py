@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.schema import MemoryPeak
-from hfopt.trace.cuda_allocations import FORMULAS
+from hfopt.trace.kernel_sizes import FORMULAS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,11 +1,5 @@
 """What CUDA kernels take besides their outputs: the steps of each operation's allocations and their sizes.
 
-Sizes of kernels' temporaries that are no straight line over the batch: functions of dimensions that are.
-
-Each mirrors the C++ that computes it. A `Formula` keeps the dimensions, so that a timeline can evaluate it at any batch size.
-
-The steps of an operation's allocations, and the card they are for.
-
 What CUDA's fused attention kernels take besides their outputs.
 
 The CTC loss on CUDA: its second output is as wide as the longest target, which only the targets' values tell.
@@ -15,149 +9,24 @@ cuDNN's kernel is left out: it wants int32 targets, transformers has int64 ones 
 
 What CUDA kernels take besides their outputs, and in which order: the part of memory the dispatcher never shows.
 
-Each rule mirrors one C++ file of PyTorch. An operation's allocations are a list of steps: an output tensor, an output whose size is not
-the CPU's (`Sized`), a `Formula` for a temporary that is returned when the operation ends, or the number of a temporary to return now.
+Each rule mirrors one C++ file of PyTorch. An operation's allocations are a list of steps: an output tensor, an output whose size is
+not the CPU's (`SizedTemporary`), a `Formula` for a temporary that is returned when the operation ends, or the number of a temporary
+to return now.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfopt.compat import installed_torch
 from hfopt.trace.fake_values import twin
-from hfopt.units import KIB, MIB
+from hfopt.trace.kernel_sizes import Formula, Kernels, SizedTemporary, Step, constant, round_up
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A size that `FORMULAS[name]` computes from dimensions; each dimension is affine in the batch."""
-
-    name: str
-    dims: tuple[int, ...]
-
-    def bytes(self) -> int:
-        return FORMULAS[self.name](*self.dims)
-
-
-def constant(size: int) -> Formula:
-    return Formula("bytes", (size,))
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _embedding_partials(tokens: int, rows: int, row_bytes: int) -> int:
-    """EmbeddingBackwardKernel.cu: one row per partial segment at most (NROWS_PER_THREAD is 10); few tokens take another kernel."""
-    return 0 if tokens <= 3072 else (tokens // 10 + min(tokens, rows)) * row_bytes
-
-
-def _embedding_indices(tokens: int, token_bytes: int) -> int:
-    return 0 if tokens <= 3072 else tokens * token_bytes
-
-
-def _column_reduction(outputs: int, inputs: int, vector: int, multiprocessors: int, threads: int) -> int:
-    """setReduceConfig and global_memory_size of ATen/native/cuda/Reduce.cuh, for a reduction over the slower dimension."""
-    most_threads = 512 // vector
-    across = outputs // vector
-    width = min(_power_of_two_below(across, most_threads), 32)
-    height = min(_power_of_two_below(inputs, most_threads), most_threads // width)
-    width = min(_power_of_two_below(across, most_threads), most_threads // height)
-    if inputs < min(height * 16, 256):
-        return 0
-    values = -(-inputs // height)
-    grid = -(-across // width)
-    target = multiprocessors * (threads // (width * height))
-    if values < 256 or grid > target:
-        return 0
-    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // 256))
-    return 4 * outputs * blocks * width * vector if blocks > 1 else 0
-
-
-def _power_of_two_below(value: int, most: int) -> int:
-    return most if value >= most else 1 << (max(value, 1).bit_length() - 1)
-
-
-def _tiles(blocks: int, rows: int, tile_rows: int, tile_bytes: int) -> int:
-    """Memory-efficient attention's gradient of the query: one tile of float32 and a lock per block of rows."""
-    return blocks * -(-rows // tile_rows) * tile_bytes
-
-
-FORMULAS: dict[str, Callable[..., int]] = {
-    "bytes": lambda size: size,
-    "embedding_partials": _embedding_partials,
-    "embedding_indices": _embedding_indices,
-    "column_reduction": _column_reduction,
-    "tiles": _tiles,
-    "product": lambda *dims: math.prod(dims),
-    "tile": lambda total, most, row_bytes: min(total, most) * row_bytes,  # one tile of a loop over rows
-}
-
-
-@dataclass(frozen=True, slots=True)
-class SizedTemporary:
-    tensor: torch.Tensor
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class KeptWorkspace:
-    """Taken at the first use in each thread and never returned."""
-
-    name: str
-    bytes: int
-
-
-Step: TypeAlias = "torch.Tensor | SizedTemporary | Formula | KeptWorkspace | int"
-
-# multiprocessors of a common card and threads per multiprocessor (CUDA C programming guide, technical specifications per capability)
-_MULTIPROCESSORS = {(7, 0): 80, (7, 5): 40, (8, 0): 108, (8, 6): 82, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-
-
-def resident_threads(capability: tuple[int, int], multiprocessors: int | None = None) -> int:
-    """Threads that can be on the card at once."""
-    return (multiprocessors or _MULTIPROCESSORS.get(capability, 80)) * _THREADS.get(capability, 2048)
-
-
-class Kernels:
-    """The allocation order of CUDA's kernels for one capability and one version of PyTorch (the installed one unless told).
-
-    Who owns the workspaces of cuBLAS and cublasLt has changed (ATen/cuda/CublasHandlePool.cpp): cuBLAS kept one per thread until 2.14;
-    cublasLt took 1 MiB per call until 2.8, kept it from 2.9 on (pytorch#156495), shared cuBLAS's from 2.11 on (pytorch#168175); 2.15 takes
-    both anew for each call (pytorch#194311). Checked: 2.15 on the virtual GPU, 2.6 by published runs; the rest is read there.
-    """
-
-    def __init__(
-        self,
-        *,
-        capability: tuple[int, int] = (8, 0),
-        multiprocessors: int | None = None,
-        torch_version: tuple[int, int] | None = None,
-    ) -> None:
-        self.capability = capability
-        self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
-        self.threads = _THREADS.get(capability, 2048)
-        self.torch_version = torch_version or installed_torch()
-        # getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
-        self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
-
-    def workspace(self) -> list[Step]:
-        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else KeptWorkspace("cublas", self.cublas_bytes)]
-
-    def lt_workspace(self) -> list[Step]:
-        if self.torch_version >= (2, 15) or self.torch_version < (2, 9):
-            return [constant(MIB)]
-        return self.workspace() if self.torch_version >= (2, 11) else [KeptWorkspace("cublaslt", MIB)]
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -23,8 +23,8 @@ import torch
 
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.fsdp import local
+from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.op_cost import cost
 from hfopt.trace.optimizers import make_optimizer, parameter_groups
 from hfopt.trace.recorder import Recorder

@@ -27,9 +27,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.trace.cuda_allocations import CTC, Formula, KeptWorkspace, Kernels, SizedTemporary, ctc_output, order_on_cuda
+from hfopt.trace.cuda_allocations import CTC, ctc_output, order_on_cuda
 from hfopt.trace.fake_values import Values
 from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels, SizedTemporary
 from hfopt.trace.tile import Tile
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfopt.trace.cuda_allocations import Formula
+from hfopt.trace.kernel_sizes import Formula
 
 if TYPE_CHECKING:
     from hfopt.trace.op_cost import Cost

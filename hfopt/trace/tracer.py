@@ -24,10 +24,10 @@ from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalida
 from hfopt.compat.transformers_patches import assignments_by_shape, checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.cuda_allocations import Kernels
 from hfopt.trace.cuda_autocast import cuda_rules
 from hfopt.trace.fake_values import Values, attach
 from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, Trace
 from hfopt.trace.tiled_head import tiled_heads
 

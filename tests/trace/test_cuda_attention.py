@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.trace.cuda_allocations import Formula, Kernels, _backward_tile, efficient_forward, flash_backward
+from hfopt.trace.cuda_allocations import _backward_tile, efficient_forward, flash_backward
 from hfopt.trace.cuda_attention import Attention
+from hfopt.trace.kernel_sizes import Formula, Kernels
 
 
 def _heads(dtype: torch.dtype, width: int = 64) -> torch.Tensor:
@@ -38,9 +39,13 @@ def test_choice(dtype: torch.dtype, width: int, masked: bool, capability: tuple[
     assert rules.efficient(query, query, query, mask) is efficient
 
 
-def test_grouped_heads_have_no_efficient_kernel() -> None:
+@pytest.mark.parametrize(("version", "taken"), [((2, 14), (True, False)), ((2, 15), (True, True))])
+def test_who_takes_grouped_heads(version: tuple[int, int], taken: tuple[bool, bool]) -> None:
+    """Flash always, the memory-efficient kernel from torch 2.15 on; without being asked to group neither takes unequal heads."""
     query, key = _heads(torch.float32), torch.empty(2, 2, 32, 64, device="meta")
-    assert not Attention((8, 0)).efficient(query, key, key, None)
+    attention = Attention((8, 0), version)
+    assert attention.takes_heads(query, key, key, enable_gqa=True) == taken
+    assert attention.takes_heads(query, key, key, enable_gqa=False) == (False, False)
 
 
 @pytest.mark.parametrize(
