@@ -156,9 +156,10 @@ def _range_and_power(facts: PlanFacts) -> Iterator[Line]:
         )
     if time.power_w is None or time.clock_share is None or gpu is None or gpu.power_limit_w is None:
         return
-    clock = f"its power holds the clock at {round(100 * time.clock_share)} % of the boost's"
-    held = clock if time.power_w > 0.99 * gpu.power_limit_w else "power does not hold its clock"
-    parts = [f"about {time.power_w:.0f} of {gpu.power_limit_w:.0f} W: {held}"]
+    share = round(100 * time.clock_share)
+    limited = time.power_w > 0.99 * gpu.power_limit_w and share < 100
+    held = f", which holds its clock at {share} % of the boost clock" if limited else ""
+    parts = [f"about {time.power_w:.0f} of {gpu.power_limit_w:.0f} W{held}"]
     if facts.job.data.samples:
         cards = len(facts.hardware.gpus)
         parts.append(f"{cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6:.2f} kWh an epoch")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from importlib.resources import files
+from importlib.util import find_spec
 
 import pytest
 
+from hfopt.errors import WorkloadError
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
 from hfopt.model.known_models import Architecture, architectures, find, near_names
@@ -54,7 +56,11 @@ ONE_OF_EACH_TYPE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ONE_OF_EACH_TYPE.values(), ids=ONE_OF_EACH_TYPE.keys())
 def test_an_entry_of_each_type_becomes_a_workload(entry: Architecture) -> None:
-    workload = from_spec(ModelSpec(name=entry.hub_id), DataSpec())
+    try:
+        workload = from_spec(ModelSpec(name=entry.hub_id), DataSpec())
+    except WorkloadError as error:  # some processors of images run only where torchvision is
+        assert find_spec("torchvision") is None and "Torchvision" in str(error)
+        return
     assert workload.parameters == pytest.approx(entry.parameters, rel=0.06)
     assert set(workload.make_batch(1)) and workload.name == entry.hub_id
 

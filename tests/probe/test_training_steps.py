@@ -59,10 +59,8 @@ def run(tiny_job: TrainJob, tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 def test_a_candidate_with_another_attention_is_built_anew(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str | None] = []
-    known = training_steps.from_spec
-    monkeypatch.setattr(
-        training_steps, "from_spec", lambda spec, *rest, **more: built.append(spec.attn_implementation) or known(spec, *rest, **more)
-    )
+    known = training_steps.from_job
+    monkeypatch.setattr(training_steps, "from_job", lambda job: built.append(job.model.attn_implementation) or known(job))
     facts = run((replace(CANDIDATE, attn_implementation="eager"), None))
     assert facts["outcome"] == "ok" and facts["step_s"] > 0 and facts["cpu_s"] > 0
     assert built == [None, "eager"]

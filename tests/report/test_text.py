@@ -146,9 +146,9 @@ def test_a_rate_is_told_with_its_range_and_the_power_it_takes(facts: PlanFacts) 
     told = replace(facts, hardware=replace(facts.hardware, gpus=(card,)), after=replace(facts.after, time=held))
     text = plan_text(told)
     assert "8 of 10 such rates are within 25 %: 80.0 to 125 samples/s" in text
-    assert "about 220 of 220 W: its power holds the clock at 62 % of the boost's" in text and "server's CPU" in text
+    assert "about 220 of 220 W, which holds its clock at 62 % of the boost clock" in text and "server's CPU" in text
     free = plan_text(replace(told, after=replace(told.after, time=replace(held, power_w=120.0))))
-    assert "about 120 of 220 W: power does not hold its clock" in free
+    assert "about 120 of 220 W, launches" in free
     epoch = plan_text(replace(told, job=replace(told.job, data=replace(told.job.data, samples=360_000))))
     assert "0.22 kWh an epoch" in epoch
     assert "8 of 10" not in plan_text(facts) and " W:" not in plan_text(facts)
