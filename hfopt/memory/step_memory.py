@@ -54,7 +54,7 @@ def context_bytes(capability: tuple[int, int] | None, cuda_version: str | None =
 
 __all__ = ["TRACED_BATCHES", "Estimate", "MemoryCurve", "estimate", "traced"]
 
-CHECKED_BATCH = 5
+CHECKED_BATCH = 6
 _CHECKED_WITHIN = 0.005
 TRACED_BATCHES = (2, 3)  # not 1: a dimension of size one is laid out in its own way
 
@@ -119,16 +119,21 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
 def _per_sample(
     tracer: Tracer, script: Script, traces: tuple[Trace, Trace], context_bytes: int, options: AllocatorOptions
 ) -> MemoryCurve | None:
-    """The curve of a model that loops over its samples, if it holds at a batch that was not used for it."""
-    checked = tracer.record(script, CHECKED_BATCH)
-    try:
-        curve = MemoryCurve(per_sample_timeline(*traces), context_bytes, goes_on=True, options=options)
-        found = curve.peak(CHECKED_BATCH)
-    except TraceError:
-        return None
-    true = MemoryCurve(alone(checked), context_bytes, goes_on=True, options=options).peak(CHECKED_BATCH)
-    near = abs(found.allocated_bytes - true.allocated_bytes) <= _CHECKED_WITHIN * true.allocated_bytes
-    return curve if near else None
+    """The curve of a model that loops over its samples, if it holds at a batch that was not used for it.
+
+    The third time round may be the first that is like all later ones: a gradient is made, then added to a new one, then in place.
+    """
+    true = MemoryCurve(alone(tracer.record(script, CHECKED_BATCH)), context_bytes, goes_on=True, options=options).peak(CHECKED_BATCH)
+    for later in (False, True):
+        one, two = (traces[1], tracer.record(script, traces[1].batch + 1)) if later else traces
+        try:
+            curve = MemoryCurve(per_sample_timeline(one, two), context_bytes, goes_on=True, options=options)
+            found = curve.peak(CHECKED_BATCH)
+        except TraceError:
+            continue
+        if abs(found.allocated_bytes - true.allocated_bytes) <= _CHECKED_WITHIN * true.allocated_bytes:
+            return curve
+    return None
 
 
 def _varying(

@@ -50,3 +50,32 @@ def test_the_output_comes_before_the_copy_of_the_weight() -> None:
     source, weight, out = _last(2, 8, 8, 8), torch.empty(16, 8, 2, 2, device="meta"), torch.empty(2, 16, 7, 7, device="meta")
     first, copy = forward(KERNELS, (source, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), {}, out)
     assert first is out and isinstance(copy, Formula) and copy.bytes() == 4 * weight.numel()
+
+
+def _bytes(steps: list[Any], out: torch.Tensor) -> list[Any]:
+    return ["out" if step is out else step.bytes() for step in steps]
+
+
+def test_a_video_is_packed_before_its_convolution_and_again_before_its_gradient() -> None:
+    """Frames stand before channels by a view (VideoMAE on the virtual GPU)."""
+    video, weight = torch.empty(2, 8, 3, 16, 16, device="meta").transpose(1, 2), torch.empty(4, 3, 2, 8, 8, device="meta")
+    out = torch.empty(2, 4, 4, 2, 2, device="meta")
+    steps = forward(KERNELS, (video, weight, None, [2, 8, 8], [0] * 3, [1] * 3, False, [0] * 3, 1), {}, out)
+    assert _bytes(steps, out) == [4 * video.numel(), "out"]
+    outputs = (None, torch.empty_like(weight), None)
+    args = (out, video, weight, None, [2, 8, 8], [0] * 3, [1] * 3, False, [0] * 3, 1, [False, True, False])
+    assert [_name(step, outputs) for step in backward(KERNELS, args, {}, outputs)] == [4 * video.numel(), "weight"]  # type: ignore[arg-type]
+
+
+def test_placeholders_are_replaced_through_a_running_count_over_the_mask() -> None:
+    """LLaVA on the virtual GPU: 8 bytes an element of the text, the mask in full; back, a position in each dimension for each element."""
+    rule, back = RULES[torch.ops.aten.masked_scatter.default], RULES[torch.ops.aten.masked_scatter_backward.default]
+    text, source = torch.empty(2, 10, 8, device="meta"), torch.empty(6, 8, device="meta")
+    mask = torch.empty(2, 10, 1, dtype=torch.bool, device="meta").expand(2, 10, 8)
+    assert _bytes(rule(KERNELS, (text, mask, source), {}, text), text) == ["out", 8 * 160, 160]
+    assert _bytes(back(KERNELS, (text, mask, [6, 8]), {}, source), source) == [8 * 3 * 48, "out"]
+
+
+def test_a_mask_is_counted_in_int64() -> None:
+    mask, out = torch.empty(100, 7, dtype=torch.bool, device="meta"), torch.empty((), dtype=torch.long, device="meta")
+    assert _bytes(RULES[torch.ops.aten.sum.default](KERNELS, (mask,), {}, out), out) == [8 * 700, "out"]
