@@ -60,18 +60,16 @@ def from_spec(
         return from_reference(replace(model, name=name))
     source = find_config(name, like=model.like)
     config, own_code = _config(source, model)
+    config = config if layers is None else _config_of_depth(config, layers) or config
     head = remote_head(source, model.task) if own_code else _head(config, model, trainer)
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
     reference = trainer in WITH_REFERENCE if model.reference is None else model.reference
     recipe = Recipe(spec=model, source=source, config=config, head=head, reference=reference)
-    made = None
     if trl_arguments is not None:
         setup = trl_setup(trainer, trl_arguments, data, task=head.task, config=config)
-        made = None if setup is None else _trl_workload(replace(recipe, trl=setup), data)
-    if made is None:
-        made = _workload(recipe, data, trainer, trl=trl_arguments is not None)
-    shallow = None if layers is None or made.with_layers is None else made.with_layers(layers)
-    return shallow or made
+        if setup is not None:
+            return _trl_workload(replace(recipe, trl=setup), data)
+    return _workload(recipe, data, trainer, trl=trl_arguments is not None)
 
 
 def _head(config: Any, model: ModelSpec, trainer: str) -> Head:

@@ -105,9 +105,7 @@ class Rescue:
     def _told(self) -> str:
         vllm = self.device.vllm
         lines = [*([] if vllm is None else [advice_when_short(vllm)]), *self.lines()]
-        return (
-            "What would fit:\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
-        )
+        return f"{WOULD_FIT}\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
 
     def lines(self) -> Iterator[str]:
         """The remedies that are enough, in their order; a freed key alone where that is all it takes."""

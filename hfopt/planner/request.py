@@ -11,7 +11,7 @@ from hfopt.config.deepspeed_json import is_missing, zero_defaults
 from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
-from hfopt.config.training_arguments import ACCUMULATION, BATCH
+from hfopt.config.training_arguments import ACCUMULATION, BATCH, trl_keys
 from hfopt.config.yaml_edit import repairs_of, upgrade
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import detect, named
@@ -213,7 +213,9 @@ def _repaired(loaded: Loaded, section: str | None, world_size: int) -> tuple[Loa
         return loaded, ()
     repaired = load_document(upgrade(loaded).document, section=section, world_size=world_size)
     if loaded.job is not None and repaired.job is not None:
-        repaired = replace(repaired, job=replace(repaired.job, data=loaded.job.data))
+        dropped = {key: value for key, value in loaded.job.args.items() if key in trl_keys(loaded.job.trainer)}
+        job = replace(repaired.job, data=loaded.job.data, args={**dropped, **repaired.job.args})
+        repaired = replace(repaired, job=job)
     return repaired, repairs_of(loaded, repaired.document)
 
 

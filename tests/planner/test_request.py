@@ -106,7 +106,7 @@ def test_a_missing_deepspeed_json_is_a_note_on_one_device(without_its_json: Any)
     ("line", "key"), [("max_steps: null", "max_steps"), ("adam_epsilon: tiny", "adam_epsilon"), ("test_vllm: {tp_size: 1}", "tp_size")]
 )
 def test_an_error_that_no_plan_rests_on_is_told_beside_it(line: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: None)
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     config.write_text(f"model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\n{line}\n")
     assert [note for note in from_file(config, Request(gpu="t4")).notes if key in note and "line 4" in note]
@@ -121,7 +121,7 @@ def test_an_error_that_a_plan_rests_on_stops_it(tmp_path: Path) -> None:
 
 def test_repairs_are_changes_and_what_a_dropped_key_said_is_still_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    monkeypatch.setattr(request, "workload_of", lambda job: None)
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     keys = "model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 8\nnum_generations: 8\n"
     config.write_text(keys + "max_prompt_length: 777\nwarmup_ratio: 0.1\nhub_token: null\n")
