@@ -264,7 +264,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
     yield from _check_deepspeed(args, place_of)
     if trainer == "GRPO":
         yield from _check_generations(args, facts, world_size, place_of)
-    if trainer == "KTO" and not is_llama_factory(facts):  # whose collator pairs over the whole dataset, not within the micro-batch
+    if trainer == "KTO" and not is_llama_factory(facts):  # trains KTO with a collator of its own, and with batch 1
         yield from _check_neighbours(args, facts, place_of)
     if trainer == "SFT":
         yield from _check_rows(args, facts, place_of)

@@ -26,7 +26,7 @@ _SCRIPT_KEYS: Mapping[str, frozenset[str]] = {
 }
 _ALWAYS = frozenset({"env"})  # TrlParser itself
 
-# Old name -> new name (source: TRL's release notes 0.13 to 1.16 and the fields of its configs).
+# Old name -> new name, by comparing the fields of TRL's configs over its versions.
 RENAMED: dict[str, str] = {
     "max_seq_length": "max_length",
     "torch_dtype": "dtype",

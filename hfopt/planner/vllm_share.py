@@ -25,7 +25,7 @@ from hfopt.units import GIB, format_bytes
 SHARE = "vllm_gpu_memory_utilization"
 SLEEP = "vllm_enable_sleep_mode"
 MODE = "vllm_mode"
-_BUFFERS_BYTES = GIB  # what vLLM's profiling run takes for activations, about; docs.vllm.ai, "Conserving Memory"
+_BUFFERS_BYTES = GIB  # for the activations of vLLM's profiling run: a round figure, not measured
 _STEP = 0.05  # shares are proposed in steps of this
 
 
