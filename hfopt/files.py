@@ -1,11 +1,12 @@
 """Files that are whole or not there, and where hfopt keeps what it need not find out twice.
 
 What hfopt writes is written beside its place and renamed onto it, so that no reader ever sees half of it. Answers are kept in one folder
-of the user's own, which nobody else can read or write.
+of the user's own, which nobody else can read or write: a folder or a link that somebody else put at its name is refused.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -32,7 +33,23 @@ def make_private(folder: Path) -> Path:
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     for place in reversed(missing):
         place.mkdir(mode=0o700, exist_ok=True)
+    check_own(folder)
     return folder
+
+
+def check_own(path: Path) -> None:
+    """Raises PermissionError where another user could have put it there or could change it: by its owner, or through the temporary folder.
+
+    Links are followed; what they lead to must be the user's own. Above the user's own folders root is trusted, as everywhere.
+    """
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    above = own_temporary()
+    if above in (path, *path.parents):
+        shared = above.lstat()
+        if stat.S_ISLNK(shared.st_mode) or shared.st_uid != os.getuid() or shared.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(errno.EPERM, "somebody else made it or may write to it", str(above))
 
 
 def write_private(path: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Credentials in configs and arguments: recognised by key or by form, and never shown, written or logged."""
+"""What others wrote, made fit to be shown: no credential (known by its key or its form), nothing that steers a terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 _NAMES = re.compile(r"(?:^|_)(?:token|secret|password|passwd|api_?key|access_key|private_key|credentials?)$", re.IGNORECASE)
 _OF_A_TOKENIZER = re.compile(r"(?:^|_)(?:pad|eos|bos|unk|mask|sep|cls|image|audio|video|stop|start|special)_token$", re.IGNORECASE)
 _FORMS = re.compile(r"(?<![A-Za-z0-9])(?:(?:hf|api_org|ghp)[_-][A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|github_pat_\w{20,})")
+_STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+"""C0 and C1 controls but tab and line feed, line separators, and signs that turn the direction of writing (trojansource.codes)."""
 HIDDEN = "(hidden)"
 _LEAST = 8
 """Characters of an environment's credential that is looked for: a shorter one would be found in ordinary words."""
@@ -40,7 +42,12 @@ def said(text: str) -> str:
     for name, value in os.environ.items():
         if len(value) >= _LEAST and is_secret(name, value):
             text = text.replace(value, HIDDEN)
-    return _FORMS.sub(HIDDEN, text)
+    return printable(_FORMS.sub(HIDDEN, text))
+
+
+def printable(text: str) -> str:
+    """The text as a terminal or a page may show it: a sign that would move the cursor, colour or hide words becomes a replacement sign."""
+    return _STEERS.sub("\ufffd", text)
 
 
 def scrub(value: Any, key: str = "") -> Any:

@@ -35,6 +35,19 @@ def parse_rate(text: str) -> float:
     return float(match["number"]) * factor / (8 if bits else 1)
 
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(d|h|min|m|s)(?![a-z])\s*", re.IGNORECASE)
+_SECONDS = {"d": 86400, "h": 3600, "min": 60, "m": 60, "s": 1}
+
+
+def parse_duration(text: str) -> float:
+    """'8h', '90m', '1h30m', '2 d' -> seconds."""
+    parts = _DURATION.findall(text.strip())
+    seconds = sum(float(number) * _SECONDS[unit.lower()] for number, unit in parts)
+    if seconds <= 0 or _DURATION.sub("", text.strip()):
+        raise ValueError(f"{text!r} is not a duration; write for example 8h, 90m or 1h30m")
+    return seconds
+
+
 def format_bytes(count: int) -> str:
     """1536 MiB -> '1.50 GiB'."""
     size = abs(count)
@@ -63,9 +76,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float, what: str) -> str:
-    """(1234.5, 'samples') -> '1,234 samples/s'."""
+    """(1234.5, 'samples') -> '1,234 samples/s'; a rate that two decimals would make zero keeps two digits: 0.0031."""
     digits = 0 if per_second >= 100 else 1 if per_second >= 10 else 2
-    return f"{per_second:,.{digits}f} {what}/s"
+    return f"{per_second:.2g} {what}/s" if 0 < per_second < 0.095 else f"{per_second:,.{digits}f} {what}/s"
 
 
 def format_percent(share: float) -> str:

@@ -62,3 +62,29 @@ def test_writers_in_many_threads_never_leave_a_mixture(tmp_path: Path) -> None:
         thread.join()
     assert target.read_text() in texts
     assert [entry.name for entry in tmp_path.iterdir()] == ["live.json"]
+
+
+@pytest.mark.parametrize("how", ["a link", "open to all", "of another user"])
+def test_a_predictable_name_that_somebody_else_took_is_refused(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a home the cache is at /tmp/hfopt-UID, a name that anybody can take first."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    taken = files.own_temporary()
+    if how == "a link":
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        taken.symlink_to(tmp_path / "theirs")
+    elif how == "open to all":
+        taken.mkdir()
+        taken.chmod(0o777)
+    else:
+        taken.mkdir(mode=0o700)
+        monkeypatch.setattr(files.os, "getuid", lambda: 4321)
+        taken.rename(files.own_temporary())
+    with pytest.raises(PermissionError):
+        write_private(files.own_temporary() / "neutrality" / "x.json", "{}")
+    assert not list(tmp_path.rglob("x.json"))
+
+
+def test_the_same_place_of_ones_own_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    write_private(files.own_temporary() / "neutrality" / "x.json", "{}")
+    assert mode(files.own_temporary()) == 0o700

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ def lean_imports() -> Iterator[None]:
     """What is imported stays to the end: looking through it for garbage takes a fifth of the time, then and later."""
     was_on = gc.isenabled()
     gc.disable()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it misses kernels that only the CPU would use
     try:
         yield
     finally:

@@ -34,6 +34,25 @@ def quietly() -> Iterator[None]:
 
 
 @contextmanager
+def sdpa_stands_in(model_class: type) -> Iterator[None]:
+    """Within this a model may be built with sdpa though its own code lacks it (softcapping, sinks): for a flash kernel, which has both and
+    takes the memory that PyTorch's own flash kernel takes."""
+    from transformers import PreTrainedModel
+
+    family = [one for one in model_class.__mro__ if issubclass(one, PreTrainedModel) and one is not PreTrainedModel]
+    base: Any = family[-1] if family else None
+    if base is None or getattr(base, "_supports_sdpa", True):
+        yield
+        return
+    was = base._supports_sdpa
+    base._supports_sdpa = True
+    try:
+        yield
+    finally:
+        base._supports_sdpa = was
+
+
+@contextmanager
 def masks_read() -> Iterator[None]:
     """transformers 5 takes every fake tensor for a graph being traced, and then keeps a mask that hides nothing: flash attention is lost.
     A trace's masks have values, so within this they are asked as in a real step."""

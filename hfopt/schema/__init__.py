@@ -27,10 +27,12 @@ from hfopt.schema.job import (
     TrainerKind,
     TrainJob,
 )
+from hfopt.schema.oom_reports import Explanation, FittingChange, MemoryFigures, OomCause, OomPhase, OomReport, ReplayedOom
 from hfopt.schema.plan_facts import Advice, Chosen, EngineChoice, PlanFacts
 from hfopt.schema.run_records import (
     Batches,
     Cause,
+    FallbackEvent,
     Finding,
     GpuReading,
     GpuWindow,
@@ -62,8 +64,9 @@ from hfopt.schema.step_cost import (
     StepTime,
     ZeroSizes,
 )
+from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
 from hfopt.schema.trial import REHEARSED_MICRO_BATCHES, Correction, Neutrality, PhasePeak, Rehearsal, Trial
-from hfopt.schema.workload import BatchShape, LengthSpread, Workload
+from hfopt.schema.workload import BatchShape, ConfigFacts, LengthSpread, Workload
 
 __all__ = [
     "ALLOWABLE",
@@ -80,14 +83,20 @@ __all__ = [
     "Change",
     "Checkpointing",
     "Chosen",
+    "ConfigFacts",
     "Correction",
     "DataSpec",
     "EngineChoice",
     "EngineName",
+    "EngineSettings",
+    "EvaluationArguments",
     "EvaluationPeak",
     "EvaluationSettings",
     "EvaluationSpec",
+    "Explanation",
+    "FallbackEvent",
     "Finding",
+    "FittingChange",
     "GenerationSettings",
     "Gpu",
     "GpuReading",
@@ -96,7 +105,9 @@ __all__ = [
     "Host",
     "LengthSpread",
     "LoaderPlan",
+    "LoaderSettings",
     "Lora",
+    "MemoryFigures",
     "MemoryModel",
     "MemoryPeak",
     "MemoryPhase",
@@ -106,6 +117,9 @@ __all__ = [
     "ModelSpec",
     "Neutrality",
     "NextSettings",
+    "OomCause",
+    "OomPhase",
+    "OomReport",
     "OomSeen",
     "OpCost",
     "PhasePeak",
@@ -122,6 +136,8 @@ __all__ = [
     "Rehearsal",
     "Rejection",
     "ReplanStep",
+    "ReplayedOom",
+    "RolloutSettings",
     "RunDifference",
     "RunFacts",
     "RunFailure",
@@ -138,6 +154,7 @@ __all__ = [
     "TimelinePoint",
     "TrainJob",
     "TrainerKind",
+    "TrainerSettings",
     "Trial",
     "Window",
     "Workload",

@@ -30,7 +30,7 @@ class BatchPoint:
     device_bytes: int
     samples_per_s: float | None  # with the accumulation nearest to the effective batch
     fits: bool  # within the budget, the headroom left free
-    keeps_effective_batch: bool = False  # an exact divisor: only these can be chosen
+    may_be_chosen: bool = False  # it keeps the effective batch and whatever else is to stay
     chosen: bool = False
     every_n_layers: int = 0  # the curve it belongs to: 0 is no checkpointing, 1 every layer
 

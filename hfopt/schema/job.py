@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from hfopt.schema.trainer_settings import TrainerSettings
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 """How the step computes. fp16 and bf16 are autocast (fp16 with a GradScaler); what the weights are stored in is `ModelSpec.weights_dtype`,
@@ -117,7 +120,10 @@ class ModelSpec:
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)  # config attributes set in the YAML
     last_layers: int | None = None  # these alone train; below zero the first ones
+    stands_for: str | None = None  # the adapter of another kind that `lora` is planned for
+    widens_trained: bool = False  # what trains is made float32, the rest stays
     notes: tuple[str, ...] = ()  # what of its tuning was planned by something close
+    float32_modules: tuple[str, ...] = ()  # parts of their names: kept in float32 whatever the other weights are stored in
     like: str | None = None  # the known model whose architecture it has, where its own config is not to be found
 
 
@@ -128,6 +134,7 @@ class DataSpec:
     dataset: str | None = None
     max_length: int | None = None
     max_target_length: int | None = None
+    target_follows: bool = False  # the target is told beside the source: a decoder alone reads both in one sequence
     packing: bool = False
     lengths: tuple[int, ...] = ()  # of samples, where batches are padded to their own longest: each for the same share of them
     image_size: int | None = None
@@ -156,15 +163,24 @@ class TrainJob:
     path: str | None
     section: tuple[str, ...]  # where the arguments stand in the file, () at the root
     trainer: TrainerKind
-    args: Mapping[str, Any]  # only the keys the file sets
+    raw: Mapping[str, Any]  # only the keys the file sets: for writing them back; what they mean is in `settings`
+    settings: TrainerSettings
     model: ModelSpec
     data: DataSpec
     per_device_batch: int
     accumulation: int
     world_size: int = 1  # data-parallel ranks
+    for_transformers: str | None = None  # the version that will read the file; None: the installed one
     uses_trl: bool = False  # TRL's own trainer, not another tool's of the same kind
+    tool: str | None = None  # whose file it is, where it is no file of transformers or TRL
     kept: frozenset[str] = frozenset()  # keys the user asked to leave alone
+    unwritable: frozenset[str] = frozenset()  # arguments that the file's tool has no key for
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
+
+    @property
+    def fixed(self) -> frozenset[str]:
+        """What a plan must not change."""
+        return self.kept | self.unwritable
 
     @property
     def effective_batch(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfopt.schema.candidate import Candidate, Priced, Rejection
@@ -74,7 +74,9 @@ class PlanFacts:
     engine: EngineChoice | None = None  # None: one device
     phases: tuple[MemoryPhase, ...] = ()  # of a step that generates with vLLM on the same card
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown
+    as_written: Mapping[str, Change] = field(default_factory=dict)  # changes of keys that the file's tool spells otherwise
     repairs: tuple[Change, ...] = ()  # of what was outdated in the file, made before the plan
+    launches: str = ""  # whose host the launches were priced for
 
     @property
     def changed_lines(self) -> tuple[Change, ...]:
@@ -82,4 +84,5 @@ class PlanFacts:
         planned = {change.key: change for change in self.changes}
         old = {repair.key: repair.before for repair in self.repairs}
         repairs = tuple(repair for repair in self.repairs if repair.key not in planned)
-        return (*repairs, *(replace(change, before=old.get(change.key, change.before)) for change in self.changes))
+        changes = (replace(change, before=old.get(change.key, change.before)) for change in self.changes)
+        return (*repairs, *(self.as_written.get(change.key, change) for change in changes))

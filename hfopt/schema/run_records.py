@@ -46,6 +46,7 @@ class Sample:
     disk_read_bytes_per_s: float | None = None
     worker_util: float | None = None  # mean over the processes below this one, each against one core
     worker_count: int | None = None
+    core_wait: float | None = None  # share of the time the training thread wanted to run and had no core
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +123,7 @@ class Window:
     main_thread_util: float | None = None
     process_cores: float | None = None  # cores kept busy by all threads of this process
     preempted: float | None = None  # of the times the training thread left its core, the share in which it was put off it
+    core_wait: float | None = None  # share of the time in which the training thread wanted to run and others had the core
     free_wait: float | None = None  # where others use the machine: the share of waiting for data without the queue for a core
     worker_util: float | None = None
     worker_count: int | None = None
@@ -183,6 +185,8 @@ Cause = Literal[
     "saving_heavy",
     "padding_waste",
     "slow_rank",
+    "memory_creep",
+    "cpu_starved",
 ]
 
 
@@ -221,6 +225,19 @@ class ReplanStep:
     candidate: Candidate | None
     reason: str
     smallest_change: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FallbackEvent:
+    """What the fallback does: a micro-batch is about to run, memory ran out in it, what was decided, a window is through."""
+
+    kind: Literal["micro_batch", "oom", "decision", "window"]
+    step: int  # the Trainer's global step
+    micro_batch: int  # its place in the accumulation window, from 0
+    attempt: int  # 0: the first run; n: the n-th repetition of the window
+    piece: int | None  # samples per piece; None: the whole micro-batch
+    seen: OomSeen | None = None
+    decision: ReplanStep | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

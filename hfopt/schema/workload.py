@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hfopt.schema.job import Assumption, Task
@@ -34,6 +34,23 @@ class LengthSpread:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigFacts:
+    """What planning reads of a model's configuration, and of one sample of its batches; unknown is None."""
+
+    model_type: str | None = None
+    hidden_size: int | None = None  # the widest, where it has several
+    layers: int | None = None  # of the text model, as are the following
+    heads: int | None = None
+    key_value_heads: int | None = None
+    head_size: int | None = None
+    width: int | None = None
+    vocabulary: int | None = None
+    tied_head: bool = False
+    sample_bytes: int | None = None  # of one sample's tensors
+    spectrogram: bool = False  # sound comes as a picture of its frequencies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The model and its batches, ready to be built anywhere.
 
@@ -57,8 +74,13 @@ class Workload:
     tokens_per_sample: int | None = None
     checkpointable: bool = True
     batch_dependent_loss: str | None = None  # why the loss is not a mean over samples, when it is not
-    weights_dtype: str | None = None  # of most trainable weights, when the model itself is at hand
+    config: Any = None  # the model's own configuration; None: it has none
+    weights_dtype: str | None = None  # what the weights are stored in while training; None: not known
+    checkpoint_dtype: str | None = None  # what its configuration says the checkpoint is stored in
     lengths: LengthSpread | None = None  # None: every batch is as long as `shape` says, or nothing else is known
     with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
     assumed: tuple[Assumption, ...] = ()  # what its picture rests on, guesses marked
     notes: tuple[str, ...] = ()
+    facts: ConfigFacts | None = None  # None: they are read off the model when somebody asks (`model.model_facts`)
+    key: str | None = None  # the same for the same model, data and trainer; None: nothing of it may be kept on disk
+    remake: Callable[[], Workload] | None = field(default=None, compare=False)  # the whole of one whose facts come from the disk

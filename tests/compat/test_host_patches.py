@@ -18,7 +18,8 @@ def test_a_list_of_fake_scalars_is_read() -> None:
     assert torch.tensor is original
 
 
-def test_distributions_do_not_check_and_check_again() -> None:
+def test_distributions_do_not_check_and_check_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile switches it off for the whole process
     with unvalidated_distributions():
         torch.distributions.Normal(0.0, -1.0)
     with pytest.raises(ValueError, match="scale"):
