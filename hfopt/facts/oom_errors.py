@@ -52,7 +52,7 @@ _FORMS: tuple[tuple[Where, str], ...] = (
 _KNOWN = tuple((where, re.compile(text, re.DOTALL | re.IGNORECASE)) for where, text in _FORMS)
 
 # cudaError values after which every later call fails (CUDA runtime API, "the process must be terminated and relaunched")
-_STICKY = re.compile(
+STICKY = re.compile(
     r"illegal memory access|device-side assert|unspecified launch failure|misaligned address|illegal instruction|illegal address"
     r"|invalid program counter|uncorrectable (?:NVLink|ECC) error|hardware stack error|unknown error|an illegal (?:barrier|instruction)"
     r"|GPU is lost|fallen off the bus|hipErrorLaunchFailure|hipErrorIllegalAddress",
@@ -78,7 +78,7 @@ class Oom:
 def recognise(error: BaseException) -> Oom | None:
     """The OOM behind an error, or None when it is another kind of fault (or a sticky one)."""
     chain = list(_causes(error))
-    if any(_STICKY.search(str(link)) for link in chain):
+    if any(STICKY.search(str(link)) for link in chain):
         return None
     for link in chain:
         where = _where(link)
@@ -107,11 +107,15 @@ def _where(error: BaseException) -> Where | None:
         return "host"
     if not isinstance(error, RAISED_AS):
         return None
-    text = str(error)
-    for where, pattern in _KNOWN:
-        if pattern.search(text):
-            return where
+    where = where_in(str(error))
+    if where is not None:
+        return where
     return "device" if type(error).__name__ == "OutOfMemoryError" else None
+
+
+def where_in(text: str) -> Where | None:
+    """Where memory ran out, by a message alone."""
+    return next((where for where, pattern in _KNOWN if pattern.search(text)), None)
 
 
 def _requested_bytes(text: str) -> int | None:

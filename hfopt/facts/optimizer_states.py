@@ -40,3 +40,32 @@ def bitsandbytes_states(optim: str) -> BitsAndBytesStates | None:
     if match is None or not (match[1] or match[2] in ("lion", "ademamix") or match[3] or match[4]):
         return None
     return BitsAndBytesStates(count=_STATES[match[2]], eight_bit=match[4] == "_8bit", paged=match[1] is not None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StandIn:
+    """The optimizer that is planned in place of one that is not modelled."""
+
+    optim: str
+    why: str
+
+
+_WHOLE = "AdamW's whole states are planned, which take more than projected ones"
+_STAND_INS: tuple[tuple[str, StandIn], ...] = (
+    (r"(galore|apollo)_adamw(_layerwise)?", StandIn(optim=FUSED_ADAM, why=_WHOLE)),
+    (r"galore_adamw_8bit(_layerwise)?", StandIn(optim="adamw_bnb_8bit", why="whole 8-bit states are planned, which take more")),
+    (r"galore_adafactor(_layerwise)?", StandIn(optim="adafactor", why="Adafactor's whole states are planned, which take more")),
+    (r"lomo", StandIn(optim="sgd", why="SGD is planned, whose gradients are whole and take more")),
+    (r"adalomo", StandIn(optim="adafactor", why="Adafactor is planned, whose gradients are whole and take more")),
+    (r"grokadamw", StandIn(optim="ademamix", why="three states of float32 are planned, as many as it keeps")),
+    (r"schedule_free_(radam|adamw|sgd)|stable_adamw|adamw_anyprecision", StandIn(optim=FUSED_ADAM, why="AdamW's two states are planned")),
+    (r"adamw_torch_(8|4)bit", StandIn(optim="adamw_bnb_8bit", why="bitsandbytes' 8-bit states are planned")),
+    (r"adamw_torch_(xla|npu_fused)", StandIn(optim=FUSED_ADAM, why="it is for other devices: AdamW for CUDA is planned")),
+)
+"""Values of `optim` whose packages' updates are not traced. Sources: the papers and packages that transformers' OptimizerNames refers to:
+galore-torch, apollo-torch, lomo-optim, grokadamw (a moving average of gradients beside Adam's two), schedulefree, torch-optimi, torchao."""
+
+
+def stand_in(optim: str) -> StandIn | None:
+    """None: it is traced itself, or nothing is known of it."""
+    return next((found for pattern, found in _STAND_INS if re.fullmatch(pattern, optim)), None)

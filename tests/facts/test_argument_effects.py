@@ -41,7 +41,9 @@ def test_no_reason_is_missing() -> None:
         ("Trainer", {"torch_compile_mode": "max-autotune"}, ["torch_compile_mode: max-autotune"]),
         ("Trainer", {"skip_memory_metrics": True, "debug": "", "parallelism_config": {}}, []),  # as they are by default
         ("Trainer", {"skip_memory_metrics": False}, ["skip_memory_metrics: false"]),
-        ("Seq2SeqTrainer", {"predict_with_generate": True}, ["predict_with_generate: true"]),
+        ("Seq2SeqTrainer", {"predict_with_generate": True, "generation_config": "a/b"}, ["generation_config: a/b"]),
+        ("GRPO", {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}, []),  # the budget is less by it
+        ("Trainer", {"bf16_full_eval": True}, []),  # no weights are cast while it trains
         ("Trainer", {"a_key_of_nobody": 3}, []),
     ],
 )

@@ -1,0 +1,220 @@
+"""Logs with an out-of-memory error, in the forms of public issues: phase and cause, the figures, and what hostile text may not do."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hfopt.facts.log_text import MOST_BYTES, read_lines, shown
+from hfopt.facts.oom_advice import general_changes, reasons_of
+from hfopt.facts.oom_log import fault_beside_memory, read_oom
+from hfopt.facts.oom_messages import size_of
+from hfopt.schema import OomReport
+from hfopt.units import GIB, MIB
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LOGS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("oom_logs.toml").read_text(encoding="utf-8"))["log"]
+CUDA = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.64 GiB of which "
+    "1.00 GiB is free. "
+    "Including non-PyTorch memory, this process has 22.64 GiB memory in use. Of the allocated memory 21.90 GiB is "
+    "allocated by PyTorch, and "
+    "150.00 MiB is reserved by PyTorch but unallocated."
+)
+BACKWARD = (
+    'Traceback (most recent call last):\n  File "/env/transformers/trainer.py", line 3782, in training_step\n'
+    '    self.accelerator.backward(loss, **kwargs)\n  File "/env/torch/_tensor.py", line 624, in backward\n    torch.autograd.backward(\n'
+)
+
+
+def read(text: str) -> OomReport:
+    report = read_oom(read_lines(text.encode()))
+    assert report is not None
+    return report
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(LOGS) >= 40 and len({log["source"] for log in LOGS}) == len(LOGS)
+
+
+@pytest.mark.parametrize("log", LOGS, ids=[log["source"].removeprefix("https://github.com/") for log in LOGS])
+def test_phase_and_cause_are_those_of_the_thread(log: dict[str, Any]) -> None:
+    report = read(log["text"])
+    assert (report.cause, report.phase) == (log["cause"], log["phase"])
+    assert report.certain is log.get("certain", True)
+    if "ranks" in log:
+        assert list(report.ranks) == log["ranks"]
+    if "requested_gib" in log:
+        assert report.figures.requested_bytes == pytest.approx(log["requested_gib"] * GIB, rel=1e-3)
+    assert all(reasons_of(report)) and general_changes(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "phase"),
+    [
+        ("zsh: killed     python train.py", "host_killed", "unknown"),
+        ("      Reason:       OOMKilled\n      Exit Code:    137", "host_killed", "unknown"),
+        ("slurmstepd: error: Exceeded job memory limit", "host_killed", "unknown"),
+        ("RuntimeError: No executable batch size found, reached zero.", "device_full", "unknown"),
+        ("numpy.core._exceptions._ArrayMemoryError: Unable to allocate 29.8 GiB for an array with shape (4, 5)", "host", "unknown"),
+        (
+            '  File "/usr/lib/python3.10/multiprocessing/popen_fork.py", line 66, in _launch\nOSError: [Errno 12] Cannot allocate memory',
+            "host",
+            "data",
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Rejected by the per_process_memory_fraction limit. Requested size: 1.00 GiB",
+            "limit",
+            "unknown",
+        ),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", "library", "unknown"),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "device_full", "unknown"),
+        ("DataLoader worker (pid(s) 3216) exited unexpectedly", "host_killed", "data"),
+        ("Your session crashed after using all available RAM.", "host_killed", "unknown"),
+    ],
+)
+def test_forms_that_schedulers_shells_and_libraries_have(text: str, cause: str, phase: str) -> None:
+    report = read(text)
+    assert (report.cause, report.phase) == (cause, phase)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "RuntimeError: CUDA error: device-side assert triggered",
+        "Segmentation fault (core dumped)",
+        "    except torch.cuda.OutOfMemoryError:\n        retry()\nloss 3.2",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376.",
+        "WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 1167 closing signal SIGTERM",
+        "{'loss': 1.2, 'epoch': 0.3}\nKeyboardInterrupt",
+        "",
+    ],
+)
+def test_other_ends_are_not_taken_for_it(text: str) -> None:
+    assert read_oom(read_lines(text.encode())) is None
+
+
+def test_another_fault_is_named() -> None:
+    lines = read_lines(b"RuntimeError: CUDA error: an illegal memory access was encountered\n")
+    assert "illegal memory access" in (fault_beside_memory(lines) or "")
+
+
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        BACKWARD + CUDA,
+        "".join(f"[rank3]: {line}\n" for line in (BACKWARD + CUDA).split("\n")),
+        "".join(f"2026-01-02T03:04:05.678Z {line}\n" for line in (BACKWARD + CUDA).split("\n")),
+        "".join(f"\x1b[31m{line}\x1b[0m\r\n" for line in (BACKWARD + CUDA).split("\n")),
+        "".join(f"(train pid=12, ip=10.0.0.1) {line}\n" for line in (BACKWARD + CUDA).split("\n")),
+        "".join(f"> {line}\n" for line in (BACKWARD + CUDA).split("\n")),
+        (BACKWARD + CUDA).replace("GiB", "GB").replace("MiB", "MB"),
+        BACKWARD.removeprefix("Traceback (most recent call last):\n") + CUDA,
+        BACKWARD + CUDA[:120] + "\n" + CUDA[120:200] + "\n" + CUDA[200:],
+        "Instantaneous batch size per device = 8\n 3%|▎         | 12/400 [00:10<05:30,  1.17it/s]\n" + BACKWARD + CUDA,
+    ],
+    ids=["plain", "ranks", "timestamps", "colours", "ray", "quoted", "GB", "cut", "wrapped", "progress"],
+)
+def test_however_a_log_is_dressed_the_figures_are_the_same(dressed: str) -> None:
+    report = read(dressed)
+    figures = report.figures
+    assert (report.cause, report.phase, report.device) == ("device_full", "backward", "GPU 0")
+    assert figures.requested_bytes == 2 * GIB and figures.free_bytes == GIB and figures.unused_bytes == 150 * MIB
+    assert figures.total_bytes == pytest.approx(23.64 * GIB, rel=1e-6)
+
+
+def test_what_the_run_was_doing_is_read_from_its_log() -> None:
+    text = (
+        "  Instantaneous batch size per device = 8\n  Gradient Accumulation steps = 4\n 3%|▎ | 12/400 [00:10<05:30, 1.1it/s]\n"
+        + BACKWARD
+        + CUDA
+    )
+    report = read(text)
+    assert (report.batch, report.accumulation, report.step) == (8, 4, 12)
+
+
+def test_ranks_that_fail_together_are_told_apart() -> None:
+    both = [f"[rank{rank}]: {line}" for line in (BACKWARD + CUDA).split("\n") for rank in (0, 1)]
+    report = read("\n".join(both))
+    assert report.ranks == (0, 1) and report.phase == "backward"
+
+
+def test_an_explicit_error_counts_more_than_the_launchers_end() -> None:
+    report = read(BACKWARD + CUDA + "\nERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: -9) local_rank: 0")
+    assert report.source == "PyTorch" and report.cause == "device_full"
+
+
+def test_of_two_runs_the_last_one_counts() -> None:
+    text = CUDA.replace("2.00 GiB", "9.00 GiB", 1) + "\n" + "step\n" * 600 + BACKWARD + CUDA
+    assert read(text).figures.requested_bytes == 2 * GIB
+
+
+def test_the_process_of_a_container_is_not_another_one() -> None:
+    inside = CUDA.replace(
+        "Including non-PyTorch memory, this process has 22.64 GiB memory in use.", "Process 77 has 22.60 GiB memory in use."
+    )
+    assert read(inside).cause == "device_full"
+    beside = (
+        inside.replace("Process 77", "Process 9 has 4.00 GiB memory in use. Process 77")
+        .replace("21.90 GiB", "17.90 GiB")
+        .replace("22.60", "18.60")
+    )
+    report = read(beside)
+    assert report.cause == "other_processes" and "9" in general_changes(report)[0].how
+
+
+def test_vllms_figures_become_figures() -> None:
+    share = next(log for log in LOGS if log["cause"] == "vllm_share")
+    assert "0.74" in general_changes(read(share["text"]))[0].how
+    stored = next(log for log in LOGS if "23648" in log["text"])
+    assert "23648" in general_changes(read(stored["text"]))[0].how
+    weights = next(log for log in LOGS if "model weights take" in log["text"])
+    assert any("0.85" in change.what for change in general_changes(read(weights["text"])))
+
+
+def test_what_the_kernel_ended_held() -> None:
+    killed = next(log for log in LOGS if "anon-rss" in log["text"])
+    assert read(killed["text"]).figures.process_bytes == 14095848 * 1024
+
+
+def test_tokens_and_escapes_are_not_repeated() -> None:
+    secret = "hf_" + "a" * 30
+    report = read(f"\x1b]0;title\x07{CUDA} --hub_token={secret} password: swordfish \x1b[2J\u202e")
+    assert secret not in report.text and "swordfish" not in report.text
+    assert "\x1b" not in report.text and "\u202e" not in report.text
+    assert shown("\x1b[31mred\x1b[0m\x00") == "red"
+
+
+def test_a_huge_log_is_read_from_its_end() -> None:
+    raw = b"x" * (MOST_BYTES + 10) + b"\n" + CUDA.encode()
+    report = read_oom(read_lines(raw[-MOST_BYTES:]))
+    assert report is not None and report.figures.requested_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe" + CUDA.encode("utf-16-le"), b"\xef\xbb\xbf" + CUDA.encode(), b"\xff\x00\x80" + CUDA.encode()])
+def test_other_encodings_and_broken_bytes(raw: bytes) -> None:
+    report = read_oom(read_lines(raw))
+    assert report is not None and report.figures.requested_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2.50 GiB", int(2.5 * GIB)),
+        ("0 bytes", 0),
+        ("1,024 MB", GIB),
+        ("2147483648 bytes", 2 * GIB),
+        ("17179869184.00 GiB", None),
+        ("1 EB", None),
+    ],
+)
+def test_sizes(text: str, size: int | None) -> None:
+    assert size_of(text) == size
