@@ -1,7 +1,8 @@
 """The JSON file, mapping or name that `deepspeed` and `fsdp_config` hold: where it is looked for, and what stands in for it.
 
 transformers reads a path from the current folder. Configs are often planned from elsewhere, so the YAML's own folder and those above it are
-tried too. ms-swift ships its configs under names (`zero2`, `zero3_offload`); they are DeepSpeed's defaults with `auto` sizes.
+tried too. ms-swift ships its configs under names (`zero2`, `zero3_offload`); they are DeepSpeed's defaults with `auto` sizes. A file that
+is nowhere may still say its stage by its name (`ds_z3_offload_config.json`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from hfopt.errors import ConfigError
 
 _SHIPPED = re.compile(r"zero([0-3])(_offload)?$")  # ms-swift: swift/llm/ds_config/*.json
+_STAGE = re.compile(r"(?:(?<![a-z])z|zero|stage)[-_]?([0-3])(?!\d)")  # ds_z3_config.json, zero2.json, ds_config_stage_2.json
 _MOST_PARENTS = 5
 
 
@@ -60,6 +62,18 @@ def shipped_config(name: str) -> dict[str, Any] | None:
     """By ms-swift's name for it."""
     match = _SHIPPED.match(name)
     return None if match is None else zero_defaults(int(match[1]), offloads=match[2] is not None)
+
+
+def named_stage(value: Any) -> int | None:
+    """The stage of ZeRO that the name of a config says, whether or not its file is here; None where it says none."""
+    found = _STAGE.search(Path(str(value)).stem.lower()) if isinstance(value, str) else None
+    return None if found is None else int(found[1])
+
+
+def by_its_name(value: Any) -> dict[str, Any] | None:
+    """A config as its name describes it: the stage, and whether it offloads, with DeepSpeed's defaults."""
+    stage = named_stage(value)
+    return None if stage is None else zero_defaults(stage, offloads="offload" in str(value).lower())
 
 
 def zero_defaults(stage: int, *, offloads: bool = False) -> dict[str, Any]:

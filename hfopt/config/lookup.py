@@ -15,6 +15,7 @@ class Facts:
         found = [item for item in _flatten(data, ()) if not any(item[0][: len(path)] == path for path in left_out)]
         found.sort(key=lambda item: (-shared_depth(item[0], near), len(item[0])))
         self._by_name: dict[str, list[tuple[NodePath, Any]]] = {}
+        self.asked: set[str] = set()  # the names that somebody looked up
         for path, value in found:
             self._by_name.setdefault(path[-1].lower(), []).append((path, value))
 
@@ -24,6 +25,7 @@ class Facts:
 
     def all(self, *names: str, under: Iterable[str] = (), not_under: Iterable[str] = ()) -> Iterator[tuple[NodePath, Any]]:
         inside, outside = set(under), set(not_under)
+        self.asked.update(names)
         for name in names:
             for path, value in self._by_name.get(name, ()):
                 parents = {part.lower() for part in path[:-1]}
@@ -31,7 +33,12 @@ class Facts:
                     yield path, value
 
     def has(self, *names: str) -> bool:
+        self.asked.update(names)
         return any(name in self._by_name for name in names)
+
+    def leaves(self) -> Iterator[tuple[NodePath, Any]]:
+        """Every value that is no mapping, with its path."""
+        return (item for found in self._by_name.values() for item in found if not isinstance(item[1], dict))
 
     def text(self, *names: str, under: Iterable[str] = (), not_under: Iterable[str] = ()) -> str | None:
         values = (value for _, value in self.all(*names, under=under, not_under=not_under))

@@ -10,11 +10,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from hfopt.config.deepspeed_json import named_stage
+from hfopt.config.factory_rules import stage_notes
 from hfopt.config.lookup import Facts
 from hfopt.config.model_name import model_name
 from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
 from hfopt.config.tuning_methods import tuning_method
 from hfopt.config.vision_keys import frozen_parts, has_images, image_facts
+from hfopt.facts.training_keys import trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
 
 Trainer = TrainerKind
@@ -90,7 +93,9 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     return ModelSpec(
         name=model_name(facts),
         task=task,
-        weights_dtype=_weights_dtype(facts, trainer, args, lora=lora is not None),
+        weights_dtype=_weights_dtype(facts, trainer, args, partly=lora is not None or method.last_layers is not None),
+        stands_for=method.stands_for,
+        widens_trained=method.last_layers is not None and not facts.true("pure_bf16"),
         attn_implementation=_attention(facts),
         lora=lora,
         quantization=_quantization(facts, factory),
@@ -100,13 +105,13 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         reference=_reference(facts, trainer),
         trust_remote_code=facts.true("trust_remote_code"),
         last_layers=method.last_layers,
-        notes=method.notes,
+        notes=(*method.notes, *(stage_notes(facts) if factory else ())),
     )
 
 
 def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
-    if trainer == "Reward":
-        return "sequence_classification", 1
+    if trainer == "Reward":  # LLaMA-Factory puts a value head on a causal model
+        return ("causal_lm", None) if is_llama_factory(facts) else ("sequence_classification", 1)
     for value in (facts.text("task_name"), facts.text("task"), facts.text("task_type"), facts.text("pipeline_tag")):
         if value is not None and value.lower().replace("-", "") in _GLUE_LABELS:
             return "sequence_classification", _GLUE_LABELS[value.lower().replace("-", "")]
@@ -144,7 +149,7 @@ def _task_of(text: str) -> Task | None:
     return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
 
 
-def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, lora: bool) -> str | None:
+def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, partly: bool) -> str | None:
     """What the tool loads the weights in, where the file does not say.
 
     LLaMA-Factory (model/adapter.py) loads in the compute type and makes what trains float32 again, unless pure_bf16, BAdam or ZeRO-3
@@ -160,22 +165,20 @@ def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, lora
         return trl_dtype()
     if dialect is not LLAMA_FACTORY:
         return None
-    if not lora and not facts.true("use_badam") and not _zero_3(facts):
+    if not partly and not facts.true("use_badam") and not _zero_3(facts):
         return "float32"
     return "bfloat16" if args.get("bf16") is True else "float16" if args.get("fp16") is True else None
 
 
 def _zero_3(facts: Facts) -> bool:
     """By the name of DeepSpeed's config, or by its stage where it stands in the file."""
-    return re.search(r"z(?:ero)?[-_]?3|stage[-_]?3", (facts.text("deepspeed") or "").lower()) is not None or any(
-        stage == 3 for _, stage in facts.all("stage", under=("zero_optimization",))
-    )
+    return named_stage(facts.text("deepspeed")) == 3 or any(stage == 3 for _, stage in facts.all("stage", under=("zero_optimization",)))
 
 
 def _attention(facts: Facts) -> str | None:
     said = facts.text("attn_implementation", "attention_implementation", "attn_impl")
     if said is not None:
-        return said
+        return {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2"}.get(said, said)  # flash_attn: ms-swift's name for it
     if facts.true("use_flash_attention_2", "use_flash_attention", "flash_attention_2", "use_flash_attn"):
         return "flash_attention_2"
     return {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "fa3": "flash_attention_3"}.get(facts.text("flash_attn") or "")
@@ -186,7 +189,7 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
         value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
     ):
         return None
-    kind = facts.text("finetuning_type")
+    kind, swift = facts.text("finetuning_type"), (facts.text("train_type", "sft_type", "tuner_type") or "").lower()
     if factory:
         if (kind or "lora") != "lora":
             return None
@@ -195,13 +198,13 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
         target = facts.get("lora_target") or "all"
     else:
         nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
-        flat = facts.whole("lora_r", "lora_rank")
-        if nested is None and flat is None and not facts.true("use_peft", "use_lora", "use_qlora"):
+        flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
+        if swift == "full" or (nested is None and flat is None and swift != "lora" and not facts.true("use_peft", "use_lora", "use_qlora")):
             return None
-        rank = flat or nested or 16
+        rank = flat or nested or (8 if swift == "lora" else 16)
         alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
         dropout = _first(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
-        target = facts.get("lora_target_modules", "lora_target", "target_modules")
+        target = facts.get("lora_target_modules", "lora_target", "target_modules") or ("all-linear" if swift == "lora" else None)
     return Lora(
         r=rank,
         alpha=float(alpha),
@@ -224,6 +227,10 @@ def _first(*values: Any) -> float:
 def _target(target: Any) -> tuple[str, ...] | str | None:
     if target in ("all", "all-linear"):
         return "all-linear"
+    if isinstance(target, list) and len(target) == 1 and isinstance(target[0], str):
+        target = target[0]  # TRL and axolotl hand a single text to peft, which takes it for a pattern
+    if isinstance(target, str) and re.search(r"[\\()*|\[$^]", target):
+        return target
     return _strings(target) or None
 
 
@@ -235,10 +242,10 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def _quantization(facts: Facts, factory: bool) -> Quantization | None:
     bits: Literal[4, 8] | None = None
-    written = facts.whole("quantization_bit")
-    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4:
+    written, name = facts.whole("quantization_bit"), (model_name(facts) or "").lower()
+    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name:
         bits = 4
-    elif facts.true("load_in_8bit", "use_8bit") or written == 8:
+    elif facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
         bits = 8
     if bits is None:
         return None
@@ -266,20 +273,38 @@ _LENGTHS = (
 )
 
 
-GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both
+GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
+FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
 
 
 def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
+    target = facts.whole("max_target_length", "max_output_length", "max_label_length")
+    length = _length(facts, trainer)
     return DataSpec(
         dataset=_dataset(facts),
-        max_length=_length(facts, trainer),
-        max_target_length=facts.whole("max_target_length", "max_output_length", "max_label_length", "generation_max_length"),
-        packing=facts.true("packing", "neat_packing", "sample_packing") or (trainer == "SFT" and facts.true("padding_free")),
+        max_length=None if length is None else length + tuning_method(facts, factory=is_llama_factory(facts)).virtual_tokens,
+        max_target_length=target or facts.whole("generation_max_length"),
+        target_follows=target is not None and facts.whole("max_source_length", "max_input_length") is not None,
+        packing=_packing(facts, trainer),
         **image_facts(facts),
         audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
-        samples=facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples"),
-        assumed=_generated_parts(facts) if trainer in ("GRPO", "RLOO") else (),
+        samples=_samples(facts),
+        assumed=_generated_parts(facts, trainer) if trainer in ("GRPO", "RLOO") else (),
     )
+
+
+def _packing(facts: Facts, trainer: Trainer) -> bool:
+    """LLaMA-Factory packs for pre-training (`stage: pt`) unless it is told not to (hparams/data_args.py)."""
+    pretraining = is_llama_factory(facts) and facts.text("stage") == "pt" and not facts.false("packing")
+    packed = facts.true("packing", "neat_packing", "sample_packing") or (trainer == "SFT" and facts.true("padding_free"))
+    return packed or pretraining
+
+
+def _samples(facts: Facts) -> int | None:
+    """LLaMA-Factory's max_samples holds for each of its datasets."""
+    stated = facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples")
+    many = len(_strings(facts.get("dataset"))) if is_llama_factory(facts) else 1
+    return None if stated is None else stated * max(1, many)
 
 
 def read_evaluation_spec(facts: Facts) -> EvaluationSpec:
@@ -296,15 +321,21 @@ def _length(facts: Facts, trainer: Trainer) -> int | None:
     if trainer in ("GRPO", "RLOO"):
         prompt, completion = facts.whole("max_prompt_length"), facts.whole("max_completion_length")
         if prompt is not None or completion is not None:
-            return (prompt or GRPO_PROMPT) + (completion or GRPO_COMPLETION)
-    return facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
+            return (prompt or GRPO_PROMPT) + (completion or _completion(trainer))
+    stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
+    return FACTORY_LENGTH if stated is None and is_llama_factory(facts) else stated
 
 
-def _generated_parts(facts: Facts) -> tuple[Assumption, ...]:
+def _completion(trainer: Trainer) -> int:
+    found = trl_default(trainer, "max_completion_length")
+    return found if isinstance(found, int) else GRPO_COMPLETION
+
+
+def _generated_parts(facts: Facts, trainer: Trainer) -> tuple[Assumption, ...]:
     """The two lengths whose sum is GRPO's, each guessed where it is not stated."""
-    parts = {"prompt": ("max_prompt_length", GRPO_PROMPT), "completion": ("max_completion_length", GRPO_COMPLETION)}
+    parts = {"prompt": ("max_prompt_length", GRPO_PROMPT), "completion": ("max_completion_length", _completion(trainer))}
     stated = {name: facts.whole(key) for name, (key, _) in parts.items()}
-    if not any(stated.values()):
+    if not any(stated.values()) and facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) is not None:
         return ()
     return tuple(
         Assumption(what=f"{name} length", value=f"{stated[name] or usual} tokens", guessed=stated[name] is None, settle=key)

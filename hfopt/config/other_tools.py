@@ -74,13 +74,23 @@ def dialect_of(facts: Facts, trainer: str) -> Dialect:
     return replace(TRL, gone=gone, version=taken.version)
 
 
+_MIXED: Mapping[str, str] = {
+    **dict.fromkeys(("bf16", "bf16-mixed", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "16", "16-mixed", "float16"), "fp16"),
+}
+"""What scripts call mixed precision: accelerate's `mixed_precision`, Lightning's `precision`."""
+
+
 def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments in force that the file need not name."""
     if dialect is LLAMA_FACTORY:  # it checkpoints unless it is told not to
         if facts.true("disable_gradient_checkpointing"):
             return {"gradient_checkpointing": False}
         return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
-    return _trl_defaults(fp16=args.get("fp16") is True) if dialect.name == TRL.name else {}
+    if dialect.name == TRL.name:
+        return _trl_defaults(fp16=args.get("fp16") is True)
+    mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
+    return {} if mixed is None or {"fp16", "bf16"} & args.keys() else {mixed: True}
 
 
 def trl_dtype() -> str | None:
@@ -125,11 +135,6 @@ def _switches(data: dict[Any, Any]) -> bool:
     return halves or (isinstance(optimizer, dict) and {"type", "params"} <= optimizer.keys())
 
 
-def _typed_datasets(data: dict[Any, Any]) -> bool:
-    datasets = data.get("datasets")
-    return isinstance(datasets, list) and any(isinstance(item, dict) and {"path", "type"} <= item.keys() for item in datasets)
-
-
 # Source of each row: the tool's own documentation of its config file.
 _TOOLS: tuple[tuple[str, Mark], ...] = (
     ("accelerate (`accelerate config`)", lambda data: "compute_environment" in data or _has("distributed_type", "num_processes")(data)),
@@ -138,16 +143,7 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
     ("DeepSpeed", lambda data: "zero_optimization" in data and "learning_rate" not in data),
     ("DeepSpeed", _switches),
     ("ludwig", lambda data: _has("input_features", "output_features", of=1)(data)),
-    ("axolotl", lambda data: "base_model" in data and _typed_datasets(data)),
-    (
-        "axolotl",
-        lambda data: (
-            "base_model" in data
-            and _has("sequence_len", "micro_batch_size", "adapter", "val_set_size", "sample_packing", "model_type", "special_tokens", of=2)(
-                data
-            )
-        ),
-    ),
+    ("LLaMA-Factory v1, which trains by a loop of its own", _has("dist_config", "kernel_config", "sample_backend", "model_class", of=2)),
     ("llm-foundry", _has("max_duration", "device_train_microbatch_size", "global_train_batch_size", of=2)),
     ("mergekit", _has("merge_method", "slices", "models", of=2)),
     ("NeMo", lambda data: isinstance(data.get("trainer"), dict) and "exp_manager" in data),

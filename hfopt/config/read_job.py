@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hfopt.config.axolotl import is_axolotl, translate
 from hfopt.config.find_arguments import Section, SectionLayout, find
+from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
 from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model
+from hfopt.config.other_keys import unread
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of
+from hfopt.config.settings import trainer_settings
+from hfopt.config.torchtune import torchtune_words
 from hfopt.config.trainer_kind import trainer_kind
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
+from hfopt.config.translation import Translation, judge_translation
 from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
+from hfopt.facts.argument_versions import as_of
 from hfopt.facts.training_keys import Installed, installed
 from hfopt.redact import is_secret
-from hfopt.schema import Place, Problem, TrainJob
+from hfopt.schema import Place, Problem, TrainerKind, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +52,8 @@ class Loaded:
     layout: SectionLayout
     homes: Mapping[str, Home]  # by the argument's current name
     found: tuple[FoundProblem, ...]  # the findings about keys, with what --upgrade does about them
+    transformers_version: str  # what it was checked against
+    unread: tuple[str, ...] = ()  # sentences about keys that are set and that no figure shows
 
     def place_of(self, key: str) -> Place | None:
         """Where the file sets an argument; None where it does not."""
@@ -52,26 +62,44 @@ class Loaded:
         entry = node.find(home.key) if node is not None and home is not None else None
         return self.document.place(entry.key_start) if entry is not None else None
 
-    @property
-    def transformers_version(self) -> str:
-        return installed().version
+
+def load(
+    path: Path, *, section: str | None = None, world_size: int = 1, has_bf16: bool = True, for_transformers: str | None = None
+) -> Loaded:
+    """Reads the file; raises ConfigError when it is no TrainingArguments YAML at all. `has_bf16`: the card, for a precision left to it;
+    `for_transformers`: the version that will read the file, if not the installed one."""
+    source = read_bytes(path)
+    return load_bytes(source, str(path), section=section, world_size=world_size, has_bf16=has_bf16, for_transformers=for_transformers)
 
 
-def load(path: Path, *, section: str | None = None, world_size: int = 1) -> Loaded:
-    """Reads the file; raises ConfigError when it is no TrainingArguments YAML at all."""
-    return load_bytes(read_bytes(path), str(path), section=section, world_size=world_size)
+def load_bytes(
+    source: bytes,
+    path: str,
+    *,
+    section: str | None = None,
+    world_size: int = 1,
+    has_bf16: bool = True,
+    for_transformers: str | None = None,
+) -> Loaded:
+    document = parse(source, path)
+    return load_document(document, section=section, world_size=world_size, has_bf16=has_bf16, for_transformers=for_transformers)
 
 
-def load_bytes(source: bytes, path: str, *, section: str | None = None, world_size: int = 1) -> Loaded:
-    return load_document(parse(source, path), section=section, world_size=world_size)
-
-
-def load_document(document: Document, *, section: str | None = None, world_size: int = 1) -> Loaded:
-    path, present = document.path, installed()
+def load_document(
+    document: Document,
+    *,
+    section: str | None = None,
+    world_size: int = 1,
+    has_bf16: bool = True,
+    for_transformers: str | None = None,
+) -> Loaded:
+    path, present = document.path, installed() if for_transformers is None else as_of(for_transformers)
     if world_size < 1:
         raise ConfigError(f"a world size of {world_size}: there is at least one process")
+    if section is None and is_axolotl(document.resolved):
+        return _load_translated(document, translate(document.resolved, has_bf16=has_bf16), present, world_size)
     if section is None and (tool := tool_of(document.data)) is not None:
-        raise ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint="hfopt reads TrainingArguments YAMLs")
+        raise _refusal(path, tool, document.resolved)
     layout = find(document, present, section)
     if not layout.checked:
         raise ConfigError(
@@ -81,19 +109,78 @@ def load_document(document: Document, *, section: str | None = None, world_size:
     return _Reading(document, layout, present, world_size).loaded()
 
 
+def _refusal(path: str, tool: str, data: Mapping[Any, Any]) -> ConfigError:
+    if tool == "torchtune":
+        what, hint = torchtune_words(data)
+        return ConfigError(f"{path}: {what}", hint=hint)
+    hint = "hfopt reads YAMLs of TrainingArguments, TRL, LLaMA-Factory and axolotl"
+    if tool.startswith("accelerate"):
+        hint = f"it says how a training is launched; give the training's own config, and this one with --accelerate {path}"
+    return ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint=hint)
+
+
+def _load_translated(document: Document, made: Translation, present: Installed, world_size: int) -> Loaded:
+    """A file of another tool, at whose root the arguments stand under its own keys."""
+    facts, judged = Facts(dict(made.facts)), judge_translation(made, document, present)
+    homes = {name: Home(path=(), key=word.key, word=word) for name, word in made.spellings.items()}
+    keys = {name: word.key for name, word in made.spellings.items() if document.root.find(word.key) is not None}
+    main = Section(path=(), node=document.root, keys=keys, score=len(keys))
+    job = None
+    if not {problem.key for problem in judged.problems if problem.severity == "error"} & _batch_names(homes):
+        args = {**_trl_arguments(facts, made.trainer), **judged.args}
+        model = read_model(facts, made.trainer, args)
+        job = TrainJob(
+            path=document.path,
+            section=(),
+            trainer=made.trainer,
+            raw=args,
+            settings=trainer_settings(args, made.trainer),
+            model=replace(model, float32_modules=made.float32_modules, notes=(*model.notes, *made.notes)),
+            data=read_data(facts, made.trainer),
+            per_device_batch=int(args[BATCH]),
+            accumulation=int(args[ACCUMULATION]),
+            world_size=world_size,
+            tool=made.tool,
+            uses_trl=made.uses_trl,
+            kept=_kept(document, homes),
+            unwritable=made.unwritable,
+            evaluation=read_evaluation_spec(facts),
+        )
+    problems = sorted(judged.problems, key=lambda problem: problem.place.line if problem.place else 0)
+    return Loaded(
+        transformers_version=present.version,
+        job=job,
+        problems=tuple(problems),
+        source=document.text.encode("utf-8"),
+        document=document,
+        layout=SectionLayout(main=main),
+        homes=homes,
+        found=(),
+    )
+
+
+def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
+    """The keys of TRL's own config: arguments of the trainer too, though not of TrainingArguments."""
+    said = {key: facts.get(key) for key in trl_keys(trainer) if facts.has(key)}
+    plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
+    return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
+
+
 class _Reading:
     """One pass over the sections that count."""
 
     def __init__(self, document: Document, layout: SectionLayout, present: Installed, world_size: int) -> None:
         self.document, self.layout, self.present, self.world_size = document, layout, present, world_size
-        self.facts = Facts(document.data, near=layout.main.path if layout.main else (), left_out=layout.other_branches())
+        self.facts = Facts(document.resolved, near=layout.main.path if layout.main else (), left_out=layout.other_branches())
 
     def loaded(self) -> Loaded:
         args: dict[str, Any] = {}
         homes: dict[str, Home] = {}
         found: list[FoundProblem] = []
-        trainer = trainer_kind(self.facts, self.document.path, self.document.data)
+        trainer = trainer_kind(self.facts, self.document.path, self.document.resolved)
         dialect = dialect_of(self.facts, trainer)
+        if self.present is not installed():  # the TRL beside another transformers is not known
+            dialect = replace(dialect, gone={})
         for section in self.layout.checked:
             read = SectionReader(self.document, section, self.present, dialect).read()
             found.extend(read.found)
@@ -105,8 +192,8 @@ class _Reading:
             homes = {**self._words(dialect, self.layout.main), **self._stated_once(ATTENTION), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
-                job = self._job({**implied(dialect, self.facts, args), **self._trl_args(trainer), **args}, trainer, homes)
-        problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file())
+                job = self._job({**implied(dialect, self.facts, args), **_trl_arguments(self.facts, trainer), **args}, trainer, homes)
+        problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file(found))
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(
             job=job,
@@ -116,13 +203,9 @@ class _Reading:
             layout=self.layout,
             homes=homes,
             found=tuple(found),
+            transformers_version=self.present.version,
+            unread=tuple(unread(self.facts, ((), *(section.path for section in self.layout.checked)))) if job is not None else (),
         )
-
-    def _trl_args(self, trainer: str) -> dict[str, Any]:
-        """The keys of TRL's own config: arguments of the trainer too, though not of TrainingArguments."""
-        said = {key: self.facts.get(key) for key in trl_keys(trainer) if self.facts.has(key)}
-        plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
-        return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
 
     def _words(self, dialect: Dialect, main: Section) -> dict[str, Home]:
         """Where the tool looks for arguments that it calls otherwise, set in the file or not."""
@@ -160,30 +243,42 @@ class _Reading:
             path=self.document.path,
             section=self.layout.main.path,
             trainer=trainer,
-            args=args,
+            raw=args,
+            settings=trainer_settings(args, trainer),
             model=read_model(self.facts, trainer, args),
             data=read_data(self.facts, trainer),
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
             world_size=self.world_size,
+            tool=dialect.name if (dialect := dialect_of(self.facts, trainer)).own_reader else None,
             uses_trl=dialect_of(self.facts, trainer).name == TRL.name,
             kept=_kept(self.document, homes),
             evaluation=read_evaluation_spec(self.facts),
         )
 
-    def _about_the_file(self) -> Iterator[Problem]:
+    def _about_the_file(self, found: list[FoundProblem]) -> Iterator[Problem]:
         main, rivals = self.layout.main, self.layout.rivals
         names = ", ".join(rival.name for rival in rivals)
         if main is None:
             message = f"several sections hold TrainingArguments: {names}"
             yield Problem(
-                severity="error", code="several_sections", key=None, place=None, message=message, fix=f"--section {rivals[0].name}"
+                severity="error",
+                code="several_sections",
+                key=None,
+                place=None,
+                message=message,
+                fix=f"--section {shlex.quote(rivals[0].name)}",
             )
         elif rivals and not self.layout.asked:
             message = f"read from {main.name} ({self.layout.why}); others: {names}"
             yield Problem(
                 severity="note", code="several_sections", key=None, place=None, message=message, fix="--section NAME takes another"
             )
+        told = " ".join(item.problem.message for item in found)
+        if unresolved := [name for name in left_over(self.document.resolved) if name not in told]:
+            names = ", ".join(unresolved[:3]) + (", …" if len(unresolved) > 3 else "")
+            message = f"only another program can fill in {names}"
+            yield Problem(severity="note", code="unresolved", key=None, place=None, message=message, fix="write the values themselves")
         if isinstance(self.document.data.get("defaults"), list):
             place = self.document.place(_key_start(self.document, "defaults"))
             message = "Hydra composes this file with others (`defaults:`), which are not read here"

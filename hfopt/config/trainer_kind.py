@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.config.lookup import Facts
+from hfopt.config.model_name import model_name
 from hfopt.config.training_arguments import trl_keys
 from hfopt.facts.training_keys import installed
 from hfopt.schema import TrainerKind
@@ -69,17 +70,26 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
         return "Reward" if stage == "rm" else "SFT"
     own = next((trainer for trainer, keys in _OWN_KEYS if facts.has(*keys)), None)
     preference = own or _by_loss(facts)
-    words = set(re.split(r"[\W_]+", path.lower()))
-    by_path = next((trainer for word, trainer in _NAMED.items() if word in words), None)
+    by_path = _by_path(path)
     if preference is not None:
         return by_path if preference in ("DPO", "GRPO") and by_path in ("ORPO", "CPO", "RLOO") else preference
-    if facts.has(*_SFT_KEYS):
+    name = model_name(facts)
+    if facts.has(*_SFT_KEYS) and (name is None or _ENCODERS.search(name) is None):
         return by_path or "SFT"
     if facts.has("finetuning_type") or (facts.has("cutoff_len") and facts.has("template")):
         return "SFT"
     if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
         return "Seq2SeqTrainer"
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
+
+
+def _by_path(path: str) -> TrainerKind | None:
+    """By the file's own name first, then by the folders around it, the nearest first; `__` stands for a folder in flattened names."""
+    for part in reversed(re.split(r"[/\\]|__", path.lower())):
+        words = set(re.split(r"[\W_]+", part))
+        if (found := next((trainer for word, trainer in _NAMED.items() if word in words), None)) is not None:
+            return found
+    return None
 
 
 def _by_loss(facts: Facts) -> TrainerKind | None:

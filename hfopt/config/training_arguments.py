@@ -80,7 +80,27 @@ GONE_VALUES: dict[str, dict[Any, Any]] = {
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
 }
 
-# Keys that came after 4.51, for configs that are newer than the installed transformers (source: training_args.py of 4.51.3 and 5.22.2).
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OldSpelling:
+    """How an older transformers wrote a newer key."""
+
+    key: str
+    values: Mapping[Any, Any] | None = None  # new -> old; a value that is not here has no old one, and the key is dropped
+
+    def say(self, value: Any) -> Any:
+        return value if self.values is None else self.values.get(tuple(value) if isinstance(value, list) else value)
+
+
+# The way back, for a file that an older transformers will read. Source: as for GONE.
+BEFORE: dict[str, OldSpelling] = {
+    "eval_strategy": OldSpelling(key="evaluation_strategy"),
+    "warmup_steps": OldSpelling(key="warmup_ratio"),
+    "train_sampling_strategy": OldSpelling(key="group_by_length", values={"group_by_length": True}),
+    "include_for_metrics": OldSpelling(key="include_inputs_for_metrics", values={("inputs",): True}),
+}
+
+# Keys that came after 4.40, for configs that are newer than the transformers that reads them (facts/argument_versions.py says since when).
 NEWER: dict[str, str] = {
     "train_sampling_strategy": "group_by_length: true",
     "liger_kernel_config": "",
@@ -93,6 +113,16 @@ NEWER: dict[str, str] = {
     "dataloader_multiprocessing_context": "",
     "dataloader_in_order": "",
     "ddp_static_graph": "",
+    "trackio_bucket_id": "",
+    "trackio_static_space_id": "",
+    "average_tokens_across_devices": "",
+    "batch_eval_metrics": "",
+    "eval_on_start": "",
+    "eval_use_gather_object": "",
+    "include_for_metrics": "",
+    "restore_callback_states_from_checkpoint": "",
+    "torch_empty_cache_steps": "",
+    "use_liger_kernel": "",
 }
 
 # What other scripts call the same thing. Taken only where the real key is not set.
@@ -144,6 +174,7 @@ ALSO_TAKES: dict[str, frozenset[str]] = {"fsdp": frozenset({"bool", "list"}), "r
 # Which keys belong together, so that a new one is written beside its kin: the first that the section has is the neighbour.
 _KIN: tuple[tuple[str, ...], ...] = (
     (BATCH, ACCUMULATION, "per_device_eval_batch_size", "eval_accumulation_steps", "auto_find_batch_size"),
+    ("micro_batch_size", ACCUMULATION, "eval_batch_size"),  # axolotl's names
     ("gradient_checkpointing", "gradient_checkpointing_kwargs", ACCUMULATION, BATCH),
     ("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "torch_dtype", "dtype", BATCH),
     (

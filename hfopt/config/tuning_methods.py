@@ -45,6 +45,8 @@ _OPTIMIZERS = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningMethod:
     lora: Lora | None = None  # what stands in for an adapter of another kind
+    stands_for: str | None = None  # that kind
+    virtual_tokens: int = 0  # before each sample
     last_layers: int | None = None  # these alone train; below zero the first ones
     notes: tuple[str, ...] = ()
 
@@ -59,16 +61,16 @@ def tuning_method(facts: Facts, *, factory: bool) -> TuningMethod:
         block = facts.whole("oft_block_size") or _FACTORY_OFT_BLOCK
         rank = max(1, block // 4)  # a rotation of blocks of b has d(b-1)/2 weights, an adapter of rank r has 2dr
         note = f"OFT is planned as LoRA of rank {rank}, which trains about as many weights: close, not exact"
-        return TuningMethod(lora=Lora(r=rank, alpha=float(rank), target_modules="all-linear"), notes=(note, *optimizers))
+        return TuningMethod(lora=Lora(r=rank, alpha=float(rank), target_modules="all-linear"), stands_for="OFT", notes=(note, *optimizers))
     if peft_type in _OF_PROMPTS or facts.whole("num_virtual_tokens") is not None:
         tokens = facts.whole("num_virtual_tokens") or _TOKENS
         name = peft_type.replace("_", " ") or "prompt tuning"
-        note = f"{name} is planned as LoRA of rank 1 on a frozen model: its {tokens} tokens before each sample are not counted"
-        return TuningMethod(lora=Lora(r=1, alpha=1.0), notes=(note, *optimizers))
+        note = f"{name} is planned as LoRA of rank 1 on a frozen model, with its {tokens} tokens before each sample: close, not exact"
+        return TuningMethod(lora=Lora(r=1, alpha=1.0), stands_for=name, virtual_tokens=tokens, notes=(note, *optimizers))
     if peft_type in _OF_ADAPTERS:
         rank = facts.whole("r", "rank", "lora_r", "init_r", "target_r") or 8
         note = f"{peft_type} is planned as LoRA of rank {rank} on a frozen model: close, not exact"
-        return TuningMethod(lora=Lora(r=rank, alpha=2.0 * rank), notes=(note, *optimizers))
+        return TuningMethod(lora=Lora(r=rank, alpha=2.0 * rank), stands_for=peft_type, notes=(note, *optimizers))
     return TuningMethod(notes=optimizers)
 
 

@@ -1,9 +1,4 @@
-"""What is wrong or outdated in a config: key by key, and between keys.
-
-What is wrong or outdated in a section, key by key: each finding with its place, and the repair where one is certain.
-
-What is wrong only between keys: values that exclude each other, batches that do not divide.
-"""
+"""What is wrong or outdated in a config, key by key and between keys: each with its place, and the repair where one is certain."""
 
 from __future__ import annotations
 
@@ -15,13 +10,25 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.versions import release
 from hfopt.config.argument_values import Severity, ValueVerdict, judge
 from hfopt.config.deepspeed_json import is_missing
+from hfopt.config.factory_rules import broken_rules
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import Facts
 from hfopt.config.model_and_data import Trainer
 from hfopt.config.other_tools import Dialect, is_llama_factory
-from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, NEWER, QUIET_ALIASES, Gone, known_elsewhere
+from hfopt.config.training_arguments import (
+    ACCUMULATION,
+    ALIASES,
+    BATCH,
+    BEFORE,
+    GONE,
+    NEWER,
+    QUIET_ALIASES,
+    Gone,
+    known_elsewhere,
+)
 from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
 from hfopt.facts.training_keys import Field, Installed
@@ -54,7 +61,7 @@ class SectionReader:
 
     def __init__(self, document: Document, section: Section, present: Installed, dialect: Dialect) -> None:
         self.document, self.section, self.present = document, section, present
-        self.values: dict[str, Any] = document.value(section.path)
+        self.values: dict[str, Any] = document.resolved_value(section.path)
         self.dialect = dialect
         self.args: dict[str, Any] = {}
         self.found: list[FoundProblem] = []
@@ -73,7 +80,9 @@ class SectionReader:
 
     def _read_key(self, key: str, value: Any) -> None:
         field = self._field(key)
-        if field is not None:
+        if (older := self._older(key, value)) is not None:
+            self._read_newer(key, older)
+        elif field is not None:
             self._take(key, key, self._judge(key, key, value, field))
         elif key in self.dialect.gone and not self.section.path and not self._scripted:
             self._read_gone_from_tool(key, self.dialect.gone[key])
@@ -83,7 +92,7 @@ class SectionReader:
             self._read_alias(key, value)
         elif key in NEWER:
             hint = f"in {self.present.version}: {NEWER[key]}" if NEWER[key] else "drop it, or upgrade transformers"
-            self._say(key, "newer_key", "error", f"{key} is newer than the installed transformers {self.present.version}", hint)
+            self._say(key, "newer_key", "error", f"{key} is newer than transformers {self.present.version}", hint)
         elif key not in known_elsewhere() and not isinstance(value, dict):
             self._read_unknown(key, value)
 
@@ -95,7 +104,6 @@ class SectionReader:
             self.args[key] = verdict.usable
 
     def _judge(self, key: str, written: str, value: Any, field: Field) -> ValueVerdict:
-        value = resolve(value, self.document.data)
         verdict = judge(key, value, field)
         cost = self.dialect.text_costs.get(verdict.code or "")
         if cost is not None and isinstance(value, str):
@@ -121,7 +129,7 @@ class SectionReader:
         field = self._field(real)
         if field is None:
             return
-        foreign = judge(real, resolve(value, self.document.data), field).code in _FOREIGN_VALUE
+        foreign = judge(real, value, field).code in _FOREIGN_VALUE
         if foreign and real not in (BATCH, ACCUMULATION):
             return
         verdict = self._judge(real, key, value, field)
@@ -147,6 +155,24 @@ class SectionReader:
         else:
             self._rename(key, value, new, target, gone)
 
+    def _older(self, key: str, value: Any) -> tuple[str, Any] | None:
+        """How an older transformers writes what a newer one calls by this key; None: it knows the key, or has nothing of the kind."""
+        old = BEFORE.get(key)
+        if old is None or old.key in self.values or self._field(old.key) is None:
+            return None
+        fraction = key == "warmup_steps" and isinstance(value, float) and 0 < value < 1 and release(self.present.version) < (5, 0)
+        return (old.key, old.say(value)) if fraction or self._field(key) is None else None
+
+    def _read_newer(self, key: str, older: tuple[str, Any]) -> None:
+        name, value = older
+        message = f"{key}: {_brief(key, self.values[key])} is newer than transformers {self.present.version}"
+        if value is None:
+            self._say(key, "newer_key", "error", message, "drop the line", (Operation(path=self.section.path, key=key, remove=True),))
+            return
+        self.args[name] = value
+        rename = Operation(path=self.section.path, key=key, rename_to=name, after=value, keep_value=value is self.values[key])
+        self._say(key, "newer_key", "error", message, f"{name}: {_brief(name, value)}", (rename,))
+
     def _read_gone_from_tool(self, key: str, new: str | None) -> None:
         """A key that the tool's parser took once and refuses now."""
         message = f"{key} is gone from TRL {self.dialect.version}, whose parser refuses it"
@@ -160,7 +186,7 @@ class SectionReader:
     def _rename(self, key: str, value: Any, new: Any, target: str, gone: Gone) -> None:
         field = self._field(target)
         assert field is not None
-        verdict = judge(target, resolve(new, self.document.data), field)
+        verdict = judge(target, new, field)
         self._take(target, key, verdict)
         if verdict.code is not None and not verdict.repair:
             self._say(key, verdict.code, verdict.severity, verdict.message.replace(target, key, 1), verdict.fix)
@@ -218,16 +244,6 @@ class SectionReader:
         self.found.append(FoundProblem(problem=problem, repair=repair))
 
 
-def resolve(value: Any, data: dict[str, Any], depth: int = 0) -> Any:
-    """`${a.b}` (OmegaConf) by the value it names in the same file; anything else as it is."""
-    if not (isinstance(value, str) and value.startswith("${") and value.endswith("}") and ":" not in value) or depth > 5:
-        return value
-    target: Any = data
-    for part in value[2:-1].strip(". ").split("."):
-        target = target.get(part) if isinstance(target, dict) else None
-    return value if target is None or isinstance(target, dict | list) else resolve(target, data, depth + 1)
-
-
 def nearest(key: str, candidates: Iterable[str]) -> str | None:
     """A key it may be a misspelling of: nearly all letters agree. `eval_epochs` is not `eval_steps`."""
     said = key.lower().replace("-", "_")
@@ -264,8 +280,11 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
     yield from _check_deepspeed(args, place_of)
     if trainer == "GRPO":
         yield from _check_generations(args, facts, world_size, place_of)
-    if trainer == "KTO" and not is_llama_factory(facts):  # trains KTO with a collator of its own, and with batch 1
+    factory = is_llama_factory(facts)
+    if trainer == "KTO" and not factory:  # which trains KTO with a collator of its own, and with batch 1
         yield from _check_neighbours(args, facts, place_of)
+    for rule in broken_rules(facts) if factory else ():
+        yield _found("error", "refused_by_tool", rule.key, place_of, f"{rule.message}; LLaMA-Factory refuses to start", rule.fix)
     if trainer == "SFT":
         yield from _check_rows(args, facts, place_of)
     workers = args.get("dataloader_num_workers", 0)
@@ -305,6 +324,7 @@ def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, p
     num_generations, a stated generation_batch_size one of the global batch too."""
     yield from _refused_by_grpo(args, facts, place_of)
     generations = facts.whole("num_generations") or 8
+    yield from _check_evaluated(args, facts.whole("num_generations_eval") or generations, world_size, place_of)
     batch, accumulation = args.get(BATCH, 8), args.get(ACCUMULATION, 1)
     if not isinstance(batch, int) or not isinstance(accumulation, int):
         return
@@ -329,6 +349,17 @@ def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, p
         multiple = generations // math.gcd(steps * world_size, generations)
         fix = f"a world size that is a multiple of {world} (--world-size), or a {BATCH} that is a multiple of {multiple}"
         yield _found("warning", "not_divisible", "num_generations", place_of, message, fix)
+
+
+def _check_evaluated(args: Mapping[str, Any], generations: int, world_size: int, place_of: PlaceOf) -> Iterator[FoundProblem]:
+    """GRPOConfig's rule for an evaluation: its batch holds whole groups of completions."""
+    key = "per_device_eval_batch_size"
+    batch = args.get(key, 8)
+    if args.get("eval_strategy", "no") in ("no", None, False) or not isinstance(batch, int) or not batch * world_size % generations:
+        return
+    message = f"{batch * world_size} samples per evaluation batch do not divide by {generations} generations, which GRPO needs"
+    multiple = generations // math.gcd(world_size, generations)
+    yield _found("warning", "not_divisible", key, place_of, message, f"{key}: {multiple * max(1, -(-batch // multiple))}")
 
 
 def _refused_by_grpo(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Iterator[FoundProblem]:

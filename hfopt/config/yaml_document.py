@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import yaml
 
+from hfopt.config.interpolation import interpolated
 from hfopt.errors import ConfigError
 from hfopt.schema import Place
 
@@ -84,6 +85,7 @@ class Document:
     root: Node
     data: dict[str, Any]
     line_starts: tuple[int, ...]
+    resolved: dict[str, Any]  # the data with the file's own interpolations replaced by what they name
 
     def place(self, offset: int) -> Place:
         line = bisect_right(self.line_starts, offset)
@@ -120,14 +122,20 @@ class Document:
             )
 
     def value(self, path: NodePath) -> Any:
-        value: Any = self.data
-        for part in path:
-            value = value[int(part)] if isinstance(value, list) else value[part]
-        return value
+        return _at(self.data, path)
+
+    def resolved_value(self, path: NodePath) -> Any:
+        return _at(self.resolved, path)
 
     def nodes(self) -> Iterator[Node]:
         """Every node once, in file order."""
         yield from _walk(self.root)
+
+
+def _at(value: Any, path: NodePath) -> Any:
+    for part in path:
+        value = value[int(part)] if isinstance(value, list) else value[part]
+    return value
 
 
 def shared_depth(one: NodePath, other: NodePath) -> int:
@@ -195,7 +203,7 @@ def parse(source: bytes, path: str) -> Document:
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
         raise ConfigError(f"{path}: a {kind} at the root; TrainingArguments are a mapping of keys to values")
-    return Document(path, text, tree, data, (0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", text))))
+    return Document(path, text, tree, data, (0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", text))), interpolated(data))
 
 
 class _Loader(yaml.SafeLoader):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.config.deepspeed_json import config_mapping, is_missing, zero_defaults
+from hfopt.config.deepspeed_json import by_its_name, config_mapping, is_missing, zero_defaults
 from hfopt.config.read_job import load
-from hfopt.config.settings import sharding_of
+from hfopt.config.settings import sharding_of, trainer_settings
 from hfopt.errors import ConfigError
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
@@ -35,8 +35,35 @@ def test_folders_above_the_yaml_are_looked_in(repository: Path) -> None:
     ("name", "engine", "offloads"), [("zero2", "zero2", False), ("zero3", "zero3", False), ("zero3_offload", "zero3", True)]
 )
 def test_names_of_ms_swift(name: str, engine: str, offloads: bool) -> None:
-    found = sharding_of({"deepspeed": name}, world_size=4, hidden_size=64)
+    found = sharding_of(trainer_settings({"deepspeed": name}).engine, world_size=4, hidden_size=64)
     assert found is not None and (found.engine, found.offload_optimizer, found.offload_parameters) == (engine, offloads, offloads)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "offloads"),
+    [
+        ("examples/deepspeed/ds_z3_config.json", 3, False),
+        ("ds_z2_offload_config.json", 2, True),
+        ("configs/zero3.json", 3, False),
+        ("ds_config_stage_2.json", 2, False),
+        ("deepspeed_zero1.json", 1, False),
+    ],
+)
+def test_a_name_says_the_stage(name: str, stage: int, offloads: bool) -> None:
+    found = by_its_name(name)
+    assert found is not None and found["zero_optimization"]["stage"] == stage
+    assert ("offload_optimizer" in found["zero_optimization"]) is offloads
+
+
+@pytest.mark.parametrize("name", ["ds_config.json", "blitz3.json", "zero30.json", None, {"zero_optimization": {}}])
+def test_a_name_that_says_no_stage(name: object) -> None:
+    assert by_its_name(name) is None
+
+
+def test_one_device_keeps_deepspeeds_copies() -> None:
+    alone = sharding_of(trainer_settings({"deepspeed": STAGE_2}).engine, world_size=1, hidden_size=64)
+    assert alone is not None and (alone.engine, alone.world_size) == ("zero2", 1)
+    assert sharding_of(trainer_settings({"deepspeed": {"zero_optimization": {"stage": 0}}}).engine, world_size=1) is None
 
 
 def test_a_file_that_is_not_there_is_refused_with_what_to_do() -> None:
@@ -59,5 +86,5 @@ def test_check_finds_it(repository: Path) -> None:
 
 
 def test_the_defaults_of_a_stage() -> None:
-    found = sharding_of({"deepspeed": zero_defaults(3)}, world_size=2, hidden_size=100)
+    found = sharding_of(trainer_settings({"deepspeed": zero_defaults(3)}).engine, world_size=2, hidden_size=100)
     assert found is not None and found.zero.reduce_bucket == 10_000 and found.zero.persistence_threshold == 1000

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from hfopt.config.settings import model_parallel_of, sharding_of
+from hfopt.config.settings import model_parallel_of, sharding_of, trainer_settings
 from hfopt.errors import ConfigError
 from hfopt.schema import Sharding
 
 
 def read(args: dict[str, Any], **options: Any) -> Sharding:
-    found = sharding_of(args, world_size=4, **options)
+    found = sharding_of(trainer_settings(args).engine, world_size=4, **options)
     assert found is not None
     return found
 
 
 def test_one_device_shares_nothing() -> None:
-    assert sharding_of({"fsdp": True}, world_size=1) is None
+    assert sharding_of(trainer_settings({"fsdp": True}).engine, world_size=1) is None
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,8 @@ def test_a_missing_deepspeed_file_is_said() -> None:
 
 
 def test_ranks_that_share_samples_are_counted() -> None:
-    assert model_parallel_of({}) == 1
-    assert model_parallel_of({"parallelism_config": {"tp_size": 2, "cp_size": 2, "dp_shard_size": 4}}) == 4
-    assert model_parallel_of({"deepspeed": {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 4}}}) == 8
+    assert model_parallel_of(trainer_settings({}).engine) == 1
+    assert model_parallel_of(trainer_settings({"parallelism_config": {"tp_size": 2, "cp_size": 2, "dp_shard_size": 4}}).engine) == 4
+    assert (
+        model_parallel_of(trainer_settings({"deepspeed": {"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 4}}}).engine) == 8
+    )

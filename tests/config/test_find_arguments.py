@@ -75,7 +75,7 @@ def test_a_chosen_preset_stands_on_what_is_around_it() -> None:
     )
     loaded = read(text)
     assert loaded.job is not None and loaded.job.section == ("presets", "small")
-    assert loaded.job.args == {"learning_rate": 1.0, "max_steps": 7, "bf16": True}
+    assert loaded.job.raw == {"learning_rate": 1.0, "max_steps": 7, "bf16": True}
     assert loaded.job.model.lora is None
     edited = edit(loaded, [Change(key="max_steps", before=7, after=5, reason="")])
     assert edited.data.decode() == text.replace("{learning_rate: 1.0}", "{learning_rate: 1.0, max_steps: 5}")
@@ -96,7 +96,6 @@ def test_a_section_that_is_not_there_names_those_that_are(section: str, message:
 @pytest.mark.parametrize(
     ("text", "tool"),
     [
-        ("base_model: x\nsequence_len: 2048\nmicro_batch_size: 2\nnum_epochs: 1\nlearning_rate: 0.1\n", "axolotl"),
         ("model:\n  _component_: torchtune.models.llama3\nbatch_size: 2\nepochs: 1\n", "torchtune"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n", "accelerate"),
         ('{"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": true}}', "DeepSpeed"),

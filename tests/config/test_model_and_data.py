@@ -9,6 +9,7 @@ import pytest
 from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import load_bytes
 from hfopt.errors import ConfigError
+from hfopt.facts.training_keys import trl_default
 from hfopt.schema import Lora, Quantization, TrainJob
 
 ARGUMENTS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\n"
@@ -109,7 +110,8 @@ def test_quantization_is_read(text: str, quantization: Quantization | None) -> N
     [
         ("num_generations: 8\nmax_prompt_length: 10", "GRPO", "causal_lm"),
         ("beta: 0.1\nmax_prompt_length: 10", "DPO", "causal_lm"),
-        ("stage: rm\ntemplate: x\ncutoff_len: 8", "Reward", "sequence_classification"),
+        ("stage: rm\ntemplate: x\ncutoff_len: 8", "Reward", "causal_lm"),
+        ("center_rewards_coefficient: 0.01", "Reward", "sequence_classification"),
         ("desirable_weight: 1.0", "KTO", "causal_lm"),
         ("packing: true", "SFT", "causal_lm"),
         ("predict_with_generate: true\ntask: summarization", "Seq2SeqTrainer", "seq2seq_lm"),
@@ -126,6 +128,8 @@ def test_quantization_is_read(text: str, quantization: Quantization | None) -> N
         ("dataset_name: x\nbeta: 2.0\nloss_type: simpo", "CPO", "causal_lm"),
         ("trainer_type: rloo\nnum_generations: 4", "RLOO", "causal_lm"),
         ("loss_type: focal\nmax_length: 128", "Trainer", None),
+        ("pretrained_model: openai/whisper-small\nuse_peft: false\npredict_with_generate: true", "Seq2SeqTrainer", None),
+        ("model_name: bert-base-uncased\nuse_peft: true", "Trainer", None),
     ],
 )
 def test_trainer_and_task(text: str, trainer: str, task: str | None) -> None:
@@ -153,6 +157,8 @@ def test_grpo_sequences_are_prompt_and_completion() -> None:
         ("finetuning_type: full\nbf16: true", "float32"),
         ("finetuning_type: full\nbf16: true\nuse_badam: true", "bfloat16"),
         ("finetuning_type: full\nbf16: true\ndeepspeed: ds_z3_config.json", "bfloat16"),
+        ("finetuning_type: full\nbf16: true\ndeepspeed: ds_z2_config.json", "float32"),
+        ("finetuning_type: freeze\nbf16: true", "bfloat16"),
         ("packing: true\nmax_length: 10", "float32"),
         ("packing: true\ndtype: bfloat16", "bfloat16"),
     ],
@@ -162,8 +168,8 @@ def test_what_the_weights_are_stored_in(text: str, dtype: str | None) -> None:
 
 
 def test_llama_factory_checkpoints_unless_told_not_to() -> None:
-    assert job("finetuning_type: full").args["gradient_checkpointing"] is True
-    assert job("finetuning_type: full\ndisable_gradient_checkpointing: true").args["gradient_checkpointing"] is False
+    assert job("finetuning_type: full").raw["gradient_checkpointing"] is True
+    assert job("finetuning_type: full\ndisable_gradient_checkpointing: true").raw["gradient_checkpointing"] is False
 
 
 @pytest.mark.parametrize(
@@ -180,7 +186,7 @@ def test_attention(text: str, attention: str | None) -> None:
 
 
 def test_keys_of_the_trainers_own_config_are_arguments_too() -> None:
-    args = job("num_generations: '8'\nmax_prompt_length: 10\nbeta: 0.0\n").args
+    args = job("num_generations: '8'\nmax_prompt_length: 10\nbeta: 0.0\n").raw
     assert (args["num_generations"], args["max_prompt_length"], args["beta"]) == (8, 10, 0.0)
 
 
@@ -192,11 +198,11 @@ def test_what_an_installed_trl_sets_by_itself_is_in_force(tmp_path: Path, monkey
         "    def __post_init__(self):\n        self.bf16 = not (self.fp16) if self.bf16 is None else self.bf16\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    args = job("packing: true").args
+    args = job("packing: true").raw
     assert args["gradient_checkpointing"] is True and args["bf16"] is True
-    args = job("packing: true\nfp16: true\ngradient_checkpointing: false").args
+    args = job("packing: true\nfp16: true\ngradient_checkpointing: false").raw
     assert args["gradient_checkpointing"] is False and "bf16" not in args
-    assert "gradient_checkpointing" not in job("seed: 1").args
+    assert "gradient_checkpointing" not in job("seed: 1").raw
 
 
 @pytest.mark.parametrize(
@@ -240,6 +246,43 @@ def test_a_train_batch_is_the_batch() -> None:
     assert read is not None and read.per_device_batch == 4
 
 
+def test_a_source_and_its_target() -> None:
+    told = job("max_source_length: 256\nmax_target_length: 64").data
+    assert (told.max_length, told.max_target_length, told.target_follows) == (256, 64, True)
+    assert not job("max_length: 256\ngeneration_max_length: 64").data.target_follows
+
+
+@pytest.mark.parametrize(
+    ("text", "rank"), [("train_type: lora", 8), ("sft_type: lora\nlora_rank: 4", 4), ("train_type: full\nlora_rank: 8", None)]
+)
+def test_ms_swifts_way_to_say_lora(text: str, rank: int | None) -> None:
+    lora = job(f"model: Qwen/Qwen2.5-0.5B\n{text}").model.lora
+    assert (None if lora is None else lora.r) == rank
+    assert lora is None or lora.target_modules == "all-linear"
+
+
+def test_llama_factorys_datasets() -> None:
+    factory = "model_name_or_path: x\nfinetuning_type: lora\ntemplate: qwen\nmax_samples: 1000\n"
+    assert job(f"{factory}dataset: a,b").data.samples == 2000, "of each"
+    assert job(factory).data.max_length == 2048, "its cutoff_len where none is stated"
+    assert job(f"{factory}stage: pt").data.packing and not job(f"{factory}stage: sft").data.packing
+    assert not job(f"{factory}stage: pt\npacking: false").data.packing
+
+
+@pytest.mark.parametrize(
+    ("path", "trainer"),
+    [
+        ("SimPO/training_configs/llama-3-8b-base-sft.yaml", "SFT"),
+        ("org__SimPO__configs__llama-base-sft.yaml", "SFT"),
+        ("recipes/zephyr/dpo/config_full.yaml", "DPO"),
+        ("sft/dpo_from_sft.yaml", "DPO"),
+    ],
+)
+def test_the_nearest_name_of_a_trainer_counts(path: str, trainer: str) -> None:
+    read = load_bytes(b"model_name_or_path: x/y-7b\nuse_peft: true\nper_device_train_batch_size: 2\n", path).job
+    assert read is not None and read.trainer == trainer
+
+
 def test_grpo_says_which_length_it_assumes() -> None:
     read = job("model_name: Qwen/Qwen2.5-0.5B\nnum_generations: 8\nmax_completion_length: 300")
     assert read.data.max_length == 812 and [(part.value, part.guessed) for part in read.data.assumed] == [
@@ -247,11 +290,16 @@ def test_grpo_says_which_length_it_assumes() -> None:
         ("300 tokens", False),
     ]
     assert job("num_generations: 8\nmax_completion_length: 300\nmax_prompt_length: 100").data.assumed[0].guessed is False
+    usual = trl_default("GRPO", "max_completion_length") or 256
+    assert job("num_generations: 8\nmax_prompt_length: 100").data.max_length == 100 + usual, "the installed TRL's default"
+    assert [part.guessed for part in job("num_generations: 8").data.assumed] == [True, True]
+    assert job("num_generations: 8\nmax_length: 700").data.assumed == ()
 
 
 def test_freeze_trains_the_last_layers() -> None:
     model = job("model_name_or_path: org/name\nstage: sft\ntemplate: qwen\nfinetuning_type: freeze").model
-    assert model.last_layers == 2 and model.lora is None
+    assert model.last_layers == 2 and model.lora is None and model.widens_trained
+    assert not job("stage: sft\ntemplate: qwen\nfinetuning_type: freeze\npure_bf16: true").model.widens_trained
     assert job("stage: sft\ntemplate: qwen\nfinetuning_type: freeze\nfreeze_trainable_layers: 3").model.last_layers == 3
 
 
@@ -259,13 +307,35 @@ def test_freeze_trains_the_last_layers() -> None:
     ("text", "rank", "words"),
     [
         ("stage: sft\ntemplate: qwen\nfinetuning_type: oft", 8, "OFT is planned as LoRA of rank 8"),
-        ("peft:\n  peft_type: PROMPT_TUNING\n  num_virtual_tokens: 30", 1, "its 30 tokens before each sample are not counted"),
+        ("peft:\n  peft_type: PROMPT_TUNING\n  num_virtual_tokens: 30", 1, "with its 30 tokens before each sample"),
         ("peft_type: IA3", 8, "ia3 is planned as LoRA"),
     ],
 )
 def test_adapters_of_other_kinds_are_planned_by_lora_and_said(text: str, rank: int, words: str) -> None:
     model = job(text).model
-    assert model.lora is not None and model.lora.r == rank and any(words in note for note in model.notes)
+    assert model.lora is not None and model.lora.r == rank and any(words in note for note in model.notes) and model.stands_for
+
+
+def test_a_flat_rank_beside_alpha_is_lora() -> None:
+    model = job("model_name: unsloth/Qwen2.5-7B-bnb-4bit\nr: 16\nlora_alpha: 32\ntarget_modules: [q_proj]").model
+    assert model.lora is not None and (model.lora.r, model.lora.target_modules) == (16, ("q_proj",))
+    assert model.quantization is not None and model.quantization.bits == 4, "its name says so"
+    assert job("model_name: gpt2\nr: 16").model.lora is None
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("mixed_precision: bf16", "bf16"), ("precision: 16-mixed", "fp16"), ("mixed_precision: 'no'", None), ("precision: 4", None)],
+)
+def test_mixed_precision_in_a_scripts_own_words(text: str, key: str | None) -> None:
+    raw = job(text).raw
+    assert [name for name in ("fp16", "bf16") if raw.get(name)] == ([] if key is None else [key])
+    assert "bf16" not in job(f"{text}\nfp16: false").raw
+
+
+def test_virtual_tokens_stand_before_each_sample() -> None:
+    assert job("max_length: 100\npeft:\n  peft_type: PROMPT_TUNING\n  num_virtual_tokens: 30").data.max_length == 130
+    assert job("max_length: 100\npeft_type: IA3").data.max_length == 100
 
 
 def test_an_optimizer_that_is_not_modelled_is_said() -> None:

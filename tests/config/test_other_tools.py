@@ -11,6 +11,7 @@ import yaml
 
 from hfopt.config.read_job import load_bytes
 from hfopt.config.yaml_edit import upgrade
+from hfopt.errors import ConfigError
 
 BATCH = "per_device_train_batch_size"
 SFT = f"model_name_or_path: x\ndataset_name: d\npacking: true\noutput_dir: o\nuse_cpu: true\nbf16: false\n{BATCH}: 2\n"
@@ -47,6 +48,36 @@ def test_keys_gone_from_trl_are_told_with_the_new_name(text: str, key: str, fix:
     assert key not in now and after.items() <= now.items()
 
 
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ("finetuning_type: full\nquantization_bit: 4\n", "quantization_bit"),
+        ("finetuning_type: lora\nuse_galore: true\n", "finetuning_type"),
+        ("finetuning_type: full\nuse_dora: true\n", "use_dora"),
+        ("finetuning_type: lora\nstage: dpo\npredict_with_generate: true\nval_size: 0.1\n", "predict_with_generate"),
+        ("finetuning_type: lora\neval_strategy: steps\n", "val_size"),
+        ("finetuning_type: lora\nstreaming: true\n", "max_steps"),
+        ("finetuning_type: full\npure_bf16: true\ndeepspeed: zero3\n", "pure_bf16"),
+        ("finetuning_type: lora\nstage: ppo\n", "reward_model"),
+    ],
+)
+def test_what_llama_factorys_parser_refuses(lines: str, key: str) -> None:
+    text = f"model_name_or_path: x\ntemplate: qwen\n{BATCH}: 1\n{lines}"
+    found = {problem.key: problem for problem in load_bytes(text.encode(), "c.yaml").problems if problem.code == "refused_by_tool"}
+    assert list(found) == [key] and "LLaMA-Factory refuses to start" in found[key].message
+
+
+def test_what_llama_factorys_parser_takes() -> None:
+    for lines in ("eval_strategy: steps\nval_size: 0.1\n", "quantization_bit: 4\n", "streaming: true\nmax_steps: 100\n"):
+        assert not [one for one in findings(FACTORY + lines).values() if one.code == "refused_by_tool"]
+
+
+def test_llama_factory_v1_is_refused_by_name() -> None:
+    text = "model: Qwen/Qwen3-0.6B\nmodel_class: llm\nkernel_config: {name: auto}\ndist_config: {name: fsdp2}\nmicro_batch_size: 1\n"
+    with pytest.raises(ConfigError, match="a config of LLaMA-Factory v1"):
+        load_bytes(text.encode(), "c.yaml")
+
+
 @needs_trl
 def test_a_key_that_trl_still_has_is_not_told() -> None:
     assert findings(SFT + "dataset_text_field: text\nmax_length: 512\n") == {}
@@ -78,7 +109,7 @@ def test_llama_factory_keeps_what_its_parser_reads() -> None:
     assert {"overwrite_output_dir", "warmup_ratio"}.isdisjoint(findings(text))
     assert repaired(text) == yaml.safe_load(text)
     job = load_bytes(text.encode(), "c.yaml").job
-    assert job is not None and job.args["warmup_steps"] == 0.1, "read all the same"
+    assert job is not None and job.raw["warmup_steps"] == 0.1, "read all the same"
 
 
 def test_a_section_that_a_script_takes_apart_keeps_its_keys() -> None:

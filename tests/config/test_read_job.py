@@ -48,7 +48,7 @@ def test_arguments_split_over_sections_are_one_job() -> None:
         "model:\n  name: bert-base-uncased\noptimizer:\n  learning_rate: 2.0e-5\n  weight_decay: 0.01\n"
         "training:\n  per_device_train_batch_size: 4\n  num_train_epochs: 3\nlogging:\n  logging_steps: 10\n"
     )
-    assert job.args == {
+    assert job.raw == {
         "learning_rate": 2e-5,
         "weight_decay": 0.01,
         "per_device_train_batch_size": 4,
@@ -78,8 +78,8 @@ def test_all_problems_at_once_with_their_places() -> None:
     assert [problem.place.line for problem in loaded.problems if problem.place] == [2, 3, 4, 5, 6, 8]
     assert found["unknown_key"].fix is not None and "per_device_train_batch_size" in found["unknown_key"].fix
     assert found["number_as_string"].fix == "learning_rate: 5.0e-5"
-    assert loaded.job is not None and loaded.job.args["learning_rate"] == 5e-5
-    assert loaded.job.args["eval_strategy"] == "steps" and loaded.job.args["seed"] == 2
+    assert loaded.job is not None and loaded.job.raw["learning_rate"] == 5e-5
+    assert loaded.job.raw["eval_strategy"] == "steps" and loaded.job.raw["seed"] == 2
 
 
 def test_a_batch_that_cannot_be_read_leaves_no_job() -> None:

@@ -50,5 +50,5 @@ def test_any_values_are_read_or_refused(data: dict[Any, Any], world_size: int) -
     assert all(problem.message and problem.code for problem in loaded.problems)
     if loaded.job is not None:
         assert loaded.job.per_device_batch >= 1 and loaded.job.effective_batch % world_size == 0
-        json.dumps(scrub(dict(loaded.job.args)), allow_nan=False)
+        json.dumps(scrub(dict(loaded.job.raw)), allow_nan=False)
     assert load_bytes(upgraded.data, "c.yaml", world_size=world_size).source == upgraded.data

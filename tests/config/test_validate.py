@@ -107,7 +107,7 @@ def test_a_section_of_nothing_but_arguments_takes_no_others() -> None:
 def test_aliases_are_named_and_read() -> None:
     read_in = load_bytes(b"training:\n  batch_size: 4\n  lr: 1.0e-4\n  epochs: 2\n", "c.yaml")
     assert read_in.job is not None
-    assert read_in.job.args == {"per_device_train_batch_size": 4, "learning_rate": 1e-4, "num_train_epochs": 2}
+    assert read_in.job.raw == {"per_device_train_batch_size": 4, "learning_rate": 1e-4, "num_train_epochs": 2}
     assert {(problem.code, problem.severity) for problem in read_in.problems} == {("alias", "note")}
     assert "per_device_train_batch_size" in read_in.problems[0].message
 
@@ -127,6 +127,12 @@ def test_grpo_batches_that_do_not_divide() -> None:
         ("num_generations: 5\ngeneration_batch_size: 16", 1, ("generation_batch_size", "not_divisible", None)),
         ("num_generations: 4\ngeneration_batch_size: 8\nsteps_per_generation: 2", 1, ("generation_batch_size", "conflict", "drop one")),
         ("num_generations: 1", 1, ("num_generations", "bad_value", "num_generations: 8")),
+        ("num_generations: 8\nper_device_train_batch_size: 8\neval_strategy: steps\nper_device_eval_batch_size: 8", 1, None),
+        (
+            "num_generations: 8\nper_device_train_batch_size: 8\neval_strategy: steps\nper_device_eval_batch_size: 4",
+            1,
+            ("per_device_eval_batch_size", "not_divisible", "per_device_eval_batch_size: 8"),
+        ),
         ("num_generations: 8\nauto_find_batch_size: true", 1, ("auto_find_batch_size", "conflict", "drop the line")),
         ("desirable_weight: 1.0\nper_device_train_batch_size: 1", 1, ("per_device_train_batch_size", "bad_value", "2, with half")),
         ("desirable_weight: 1.0\nloss_type: apo_zero_unpaired\nper_device_train_batch_size: 1", 1, None),
@@ -236,7 +242,7 @@ def test_the_values_of_a_scripts_own_keys_are_its_own() -> None:
     text = "batch_size: 4\noptimizer: AdamW\nscheduler: cosine_warmup\nuse_gradient_checkpointing: unsloth\nnum_train_epochs: 1\n"
     read_in = load_bytes(text.encode(), "c.yaml")
     assert [(problem.code, problem.key) for problem in read_in.problems] == [("alias", "batch_size")]
-    assert read_in.job is not None and read_in.job.args == {"per_device_train_batch_size": 4, "num_train_epochs": 1}
+    assert read_in.job is not None and read_in.job.raw == {"per_device_train_batch_size": 4, "num_train_epochs": 1}
 
 
 def test_the_fix_is_yaml_that_can_be_copied() -> None:

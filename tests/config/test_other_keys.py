@@ -1,0 +1,38 @@
+"""Keys of other tools that change a step and stand in no figure are said, and so are those nobody knows."""
+
+from __future__ import annotations
+
+from hfopt.config.read_job import load_bytes
+
+FACTORY = "model_name_or_path: x\nstage: sft\nfinetuning_type: lora\ntemplate: qwen\ncutoff_len: 512\n"
+BATCH = "per_device_train_batch_size: 2\n"
+
+
+def said(text: str) -> tuple[str, ...]:
+    return load_bytes(f"{text}{BATCH}".encode(), "c.yaml").unread
+
+
+def test_what_another_tool_does_is_named() -> None:
+    (fp8,) = said(FACTORY + "fp8: true\nfp8_backend: te\n")
+    assert fp8.startswith("fp8: true is set; 8-bit matrix products are not modelled")
+    (depths,) = said(FACTORY + "mixture_of_depths: convert\n")
+    assert "mixture_of_depths: convert" in depths
+    assert said(FACTORY + "fp8: false\nmixture_of_depths: null\ntensor_model_parallel_size: 1\n") == ()
+
+
+def test_keys_with_the_same_effect_share_a_sentence() -> None:
+    (one,) = said(FACTORY + "pipeline_model_parallel_size: 4\nexpert_model_parallel_size: 2\n")
+    assert "pipeline_model_parallel_size: 4, expert_model_parallel_size: 2 are set" in one
+
+
+def test_a_key_nobody_knows_is_listed() -> None:
+    assert said("model_name: gpt2\nsparse_attention_blocks: 16\n") == ("not read, so in no figure: sparse_attention_blocks",)
+    many = said("model_name: gpt2\n" + "".join(f"knob_{letter}: 7\n" for letter in "abcdefghij"))
+    assert many[0].endswith("knob_h and 2 more")
+
+
+def test_what_is_read_neutral_or_about_other_things_is_not_listed() -> None:
+    assert said(FACTORY + "plot_loss: true\npissa_init: true\noverwrite_cache: true\nbf16: true\nlogging_steps: 5\n") == ()
+    assert said("model_name: gpt2\nmax_length: 128\nwandb_project: x\nearly_stopping_patience: 3\nmy_output_path: y\n") == ()
+    assert said("model_name: gpt2\n_target_: x.Y\n") == ()
+    assert said("model: {name: gpt2, odd_thing: 3}\ntrackers: {other_thing: 4}\n") == (), "sections that hold no arguments"
