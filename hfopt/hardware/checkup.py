@@ -21,14 +21,12 @@ from hfopt.hardware import catalog, nvml
 from hfopt.hardware.detect import detect
 from hfopt.hardware.installed_software import Probe, Software, installed, probe
 from hfopt.hardware.installed_software import problems as disagreements
+from hfopt.hardware.torch_kernels import dotted, missing_kernels, numbers
 from hfopt.schema import Gpu, Hardware, Problem
 from hfopt.units import GIB, format_bytes
 
 OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver for any build of a CUDA major version: CUDA Toolkit release notes, minor version compatibility."""
-
-FIRST_CUDA_FOR = {(8, 0): (11, 0), (8, 6): (11, 1), (8, 7): (11, 4), (8, 9): (11, 8), (9, 0): (11, 8), (10, 0): (12, 8), (12, 0): (12, 8)}
-"""The CUDA version that first compiles for a capability: CUDA Toolkit release notes, new architectures."""
 
 _SLOW_SETTINGS = {
     "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it to end; it is for debugging"),
@@ -79,7 +77,7 @@ def _driver(hardware: Hardware, software: Software, around: Surroundings) -> Ite
     build = software.torch
     if not (build and build.cuda and hardware.cuda_version):
         return
-    needs, has = _numbers(build.cuda), _numbers(hardware.cuda_version)
+    needs, has = numbers(build.cuda), numbers(hardware.cuda_version)
     if has[0] < needs[0]:
         oldest = OLDEST_DRIVER.get(needs[0])
         yield _problem(
@@ -162,39 +160,12 @@ def _card(gpu: Gpu, around: Surroundings) -> Iterator[Problem]:
     if gpu.vendor == "nvidia" and gpu.capability and not gpu.supports("bf16"):
         need = "bf16 and TF32 need compute capability 8.0"
         fp16 = "use fp16" if gpu.capability >= (7, 0) else "fp16 saves memory here, but no time"
-        yield _problem("note", "no_bf16", f"{gpu.name} ({_dotted(gpu.capability)}): {need}; {fp16}")
+        yield _problem("note", "no_bf16", f"{gpu.name} ({dotted(gpu.capability)}): {need}; {fp16}")
 
 
 def _build_for(gpu: Gpu, build: TorchBuild | None) -> Iterator[Problem]:
-    """CUDA 13 dropped everything before 7.5, and so did PyTorch's CUDA 12.8 and 12.9 builds since 2.8 (pytorch/pytorch#157517)."""
-    if gpu.capability is None or build is None or build.cuda is None:
-        return
-    cuda, torch = _numbers(build.cuda), _numbers(build.version)
-    if gpu.capability < (7, 5) and (cuda >= (13, 0) or (cuda >= (12, 8) and torch >= (2, 8))):
-        yield _problem(
-            "error",
-            "card_too_old",
-            f"torch {build.version} has no kernels for {gpu.name} ({_dotted(gpu.capability)}): CUDA {build.cuda} builds begin at 7.5",
-            "install a torch built for CUDA 12.6",
-        )
-    needs = max((first for capability, first in FIRST_CUDA_FOR.items() if capability <= gpu.capability), default=(0, 0))
-    if cuda < needs:
-        yield _problem(
-            "error",
-            "build_too_old",
-            f"torch {build.version} has no kernels for {gpu.name} ({_dotted(gpu.capability)}): it takes a build for CUDA {_dotted(needs)}",
-            "pip install --upgrade torch",
-        )
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    """'12.8' -> (12, 8); '2.9.0+cu128' -> (2, 9)."""
-    parts = [int("".join(letter for letter in part if letter.isdigit()) or 0) for part in text.split("+")[0].split(".")]
-    return (parts[0], parts[1] if len(parts) > 1 else 0)
-
-
-def _dotted(pair: tuple[int, int]) -> str:
-    return f"{pair[0]}.{pair[1]}"
+    if (missing := missing_kernels(gpu, build)) is not None:
+        yield _problem("error", missing.code, missing.message, missing.fix)
 
 
 _NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
