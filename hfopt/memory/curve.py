@@ -15,7 +15,8 @@ always grow with the batch (other sizes reuse other blocks), so a batch below `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,12 @@ def upper_envelope(constants: np.ndarray[Any, Any], slopes: np.ndarray[Any, Any]
     import numpy as np
 
     order = np.lexsort((constants, slopes))
+    heights, rises = constants.tolist(), slopes.tolist()  # numbers of numpy's one by one take several times as long
     hull: list[int] = []
     for index in order.tolist():
-        while hull and (slopes[hull[-1]] == slopes[index] or constants[hull[-1]] <= constants[index]):
+        while hull and (rises[hull[-1]] == rises[index] or heights[hull[-1]] <= heights[index]):
             hull.pop()  # same slope and lower, or lower everywhere that counts
-        while len(hull) > 1 and _crosses_before(constants, slopes, hull[-2], hull[-1], index):
+        while len(hull) > 1 and _crosses_before(heights, rises, hull[-2], hull[-1], index):
             hull.pop()
         hull.append(index)
     return constants[hull], slopes[hull]
@@ -71,6 +73,7 @@ def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool
 _ANCHORS = 7
 _LARGEST_BATCH = 1 << 20
 _FEW, _MANY = 3, 16
+FEWER_ROWS = 1 / 16  # of a full batch's, from one batch of the first step to the next: enough that the blocks are too small for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class MemoryCurve:
     varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
     goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
     options: AllocatorOptions = field(default_factory=AllocatorOptions)
+    uneven: bool = False  # samples of other lengths, of which nothing more is known: the rows that a fused head sees vary
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
     _third: tuple[Timeline, ThirdStep] | None = None
@@ -118,19 +122,26 @@ class MemoryCurve:
         return self._replays[key]
 
     def _replay(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Replay:
-        timeline = self.timeline
         same = self._replay_one_length(batch, allocator())
-        if self.varying is None or not same.fits:
-            return same
-        mixed = replay_events(timeline, self.varying.events(batch), allocator())
-        return replace(same, reserved_bytes=max(same.reserved_bytes, mixed.reserved_bytes), fits=mixed.fits)
+        for other in self._other_batches(batch, allocator) if same.fits else ():
+            same = replace(same, reserved_bytes=max(same.reserved_bytes, other.reserved_bytes), fits=same.fits and other.fits)
+        return same
+
+    def _other_batches(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Iterator[Replay]:
+        """The steps with batches that are not all alike."""
+        if self.varying is not None:
+            yield replay_events(self.timeline, self.varying.events(batch), allocator())
+        elif self.uneven and self.goes_on:
+            timeline = self.timeline.at(batch)
+            for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
+                yield self._replay_sizes(timeline, sizes, allocator())
 
     def _replay_one_length(self, batch: int, allocator: CachingAllocator) -> Replay:
         """The steps, then what follows in the timeline."""
+        timeline = self.timeline.at(batch)
         steps = self.replay_steps(batch, allocator)
         if not steps.fits:
             return steps
-        timeline = self.timeline.at(batch)
         end = timeline.marks.get("end", len(timeline))
         rest = replay_events(timeline, zip(timeline.blocks[end:].tolist(), timeline.sizes(batch)[end:], strict=True), allocator)
         peaks_later = rest.allocated_bytes > steps.allocated_bytes
@@ -139,7 +150,9 @@ class MemoryCurve:
     def replay_steps(self, batch: int, allocator: CachingAllocator) -> Replay:
         """The two traced steps and a third that repeats the second, up to the moment at which the Trainer would evaluate."""
         timeline = self.timeline.at(batch)
-        sizes = timeline.sizes(batch)
+        return self._replay_sizes(timeline, timeline.sizes(batch), allocator)
+
+    def _replay_sizes(self, timeline: Timeline, sizes: list[int], allocator: CachingAllocator) -> Replay:
         end = timeline.marks.get("end", len(timeline))
         traced_steps = replay_events(timeline, zip(timeline.blocks[:end].tolist(), sizes[:end], strict=True), allocator)
         if not traced_steps.fits or not self.goes_on:
@@ -157,11 +170,18 @@ class MemoryCurve:
         room = budget_bytes - self.context_bytes
         return self.replay(batch, capacity_bytes=room).fits if giving_back else self.replay(batch).reserved_bytes <= room
 
-    def largest_batch(self, budget_bytes: int, *, giving_back: bool = False) -> int | None:
+    def largest_batch(self, budget_bytes: int, *, giving_back: bool = False, enough: int | None = None) -> int | None:
         """A batch size that fits where the next does not, by exact replays; None when not even 1 does.
 
         What is allocated alone, without a replay, says about where that is; from there it is looked for in doubling steps, then bisected.
+        enough: nobody asks for more, so where it fits that is the answer, at the price of one replay.
         """
+        if (
+            enough is not None
+            and enough <= self._roughly_largest(budget_bytes)
+            and self.fits(enough, budget_bytes, giving_back=giving_back)
+        ):
+            return enough
         if not self.fits(1, budget_bytes, giving_back=giving_back):
             return None
         low, high = 1, _LARGEST_BATCH + 1
@@ -253,6 +273,25 @@ class MemoryCurve:
             fragmentation_bytes=replay.reserved_bytes - sum(live.values()),
             context_bytes=self.context_bytes,
         )
+
+
+def fuller_and_fuller(timeline: Timeline, sizes: list[int], batch: int) -> Iterator[list[int]]:
+    """The sizes with a first step whose batches have fewer rows for a fused head: all of them, or each more than the one before.
+
+    A tile that is not full is as large as its rows, so a fuller batch finds no block that is large enough and takes another segment; by
+    then states may lie in the last one. Nothing where every tile is full, or where there is none."""
+    marks = timeline.marks
+    tiles = [] if "step_1" not in marks else [index for index in timeline.tiles if marks["step_0"] <= index < marks["step_1"]]
+    fewer = {index: timeline.formulas[index].scaled(1 - FEWER_ROWS, batch) for index in tiles}
+    if all(sizes[index] == size for index, size in fewer.items()):
+        return
+    starts = sorted(event for name, event in marks.items() if name.startswith("step_0_micro_"))
+    for later in (0, 1) if len(starts) > 1 else (0,):
+        found = list(sizes)
+        for index in tiles:
+            to_come = 1 + later * (len(starts) - bisect_right(starts, index))  # batches, until the full one
+            found[index] = timeline.formulas[index].scaled(1 - to_come * FEWER_ROWS, batch)
+        yield found
 
 
 def replay_events(timeline: Timeline, events: Iterable[tuple[int, int]], allocator: CachingAllocator) -> Replay:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hfopt.schema import LengthSpread
-    from hfopt.trace.recorder import Trace
+    from hfopt.trace.events import Trace
 
 STEPS = 12  # the last has the longest sample of all
 _SHORTER = 0.75

@@ -17,14 +17,14 @@ from hfopt.errors import TraceError
 from hfopt.memory.timeline import FREED, AffineFormula, Timeline
 
 if TYPE_CHECKING:
-    from hfopt.trace.recorder import Trace
+    from hfopt.trace.events import Trace
 
 Token = tuple[Any, bool]
 """Where a block is taken (phase, module, operation), and whether it is taken or freed."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Match:
+class SampleMatch:
     """The second trace, with what each event is in the first: None in a run that one more sample brings."""
 
     first: Trace
@@ -38,7 +38,7 @@ class _Match:
 class PerSampleTimeline(Timeline):
     """As the second trace has it; `at` makes the one of another batch size."""
 
-    match: _Match | None = None
+    match: SampleMatch | None = None
     _made: dict[int, Timeline] = field(default_factory=dict)
 
     def at(self, batch: int) -> Timeline:
@@ -79,7 +79,7 @@ def _like_frees_together(trace: Trace) -> Trace:
             run = sorted(range(start, index), key=lambda one: (str(tokens[one][0]), events[one][0]))
             events[start:index] = [trace.events[one] for one in run]
             start = index + 1 if index == len(events) or not tokens[index][1] else index
-    return replace(trace, events=events)
+    return replace(trace, events=events, costs=[])
 
 
 def _tokens(trace: Trace) -> list[Token]:
@@ -92,7 +92,7 @@ def _tokens(trace: Trace) -> list[Token]:
     return found
 
 
-def _matched(first: Trace, second: Trace) -> _Match:
+def _matched(first: Trace, second: Trace) -> SampleMatch:
     ours, theirs = _tokens(first), _tokens(second)
     in_first: list[int | None] = []
     position = 0
@@ -106,7 +106,7 @@ def _matched(first: Trace, second: Trace) -> _Match:
     return _with_pools(first, second, tuple(in_first))
 
 
-def _with_pools(first: Trace, second: Trace, in_first: tuple[int | None, ...]) -> _Match:
+def _with_pools(first: Trace, second: Trace, in_first: tuple[int | None, ...]) -> SampleMatch:
     like = {  # block of the first trace -> block of the second
         first.events[one][0]: second.events[two][0] for two, one in enumerate(in_first) if one is not None and first.events[one][1] != FREED
     }
@@ -129,10 +129,10 @@ def _with_pools(first: Trace, second: Trace, in_first: tuple[int | None, ...]) -
         if place and place == len(live[where]) - 1:
             newest.add(two)
         del live[where][place]
-    return _Match(first=first, second=second, in_first=in_first, pooled=frozenset(pooled), newest=frozenset(newest))
+    return SampleMatch(first=first, second=second, in_first=in_first, pooled=frozenset(pooled), newest=frozenset(newest))
 
 
-def _runs(match: _Match) -> Iterator[tuple[range, bool]]:
+def _runs(match: SampleMatch) -> Iterator[tuple[range, bool]]:
     """Stretches of the second trace that are in the first, or not."""
     start = 0
     for index in range(1, len(match.in_first) + 1):
@@ -141,7 +141,7 @@ def _runs(match: _Match) -> Iterator[tuple[range, bool]]:
             start = index
 
 
-def _expanded(match: _Match, batch: int) -> Timeline:
+def _expanded(match: SampleMatch, batch: int) -> Timeline:
     """The timeline of one batch size: constants are its sizes, slopes are zero."""
     import numpy as np
 
@@ -175,7 +175,7 @@ def _expanded(match: _Match, batch: int) -> Timeline:
     )
 
 
-def _size(match: _Match, event: int, batch: int) -> int:
+def _size(match: SampleMatch, event: int, batch: int) -> int:
     size, one = match.second.events[event][1], match.in_first[event]
     if size == FREED or one is None:
         return size
@@ -183,7 +183,7 @@ def _size(match: _Match, event: int, batch: int) -> int:
     return max(0, size + slope * (batch - match.second.batch))
 
 
-def _formula(match: _Match, event: int, batch: int) -> AffineFormula:
+def _formula(match: SampleMatch, event: int, batch: int) -> AffineFormula:
     formula, one = match.second.formulas[event], match.in_first[event]
     before = match.first.formulas.get(one) if one is not None else None
     dims = formula.dims
@@ -192,7 +192,7 @@ def _formula(match: _Match, event: int, batch: int) -> AffineFormula:
     return AffineFormula(formula.name, tuple((dim, 0) for dim in dims))
 
 
-def _blocks(match: _Match, order: Sequence[int]) -> tuple[list[int], dict[int, Any]]:
+def _blocks(match: SampleMatch, order: Sequence[int]) -> tuple[list[int], dict[int, Any]]:
     """A block for each event: one of its own for each repetition, and for a free one of those that are live."""
     second, tokens = match.second, _tokens(match.second)
     fresh = max(block for block, _, _ in second.events) + 1

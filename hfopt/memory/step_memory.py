@@ -35,7 +35,7 @@ from hfopt.trace.kernel_sizes import resident_threads
 from hfopt.units import MIB
 
 if TYPE_CHECKING:
-    from hfopt.trace.recorder import Trace
+    from hfopt.trace.events import Trace
     from hfopt.trace.tracer import Script, Tracer
 
 
@@ -103,7 +103,8 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
         try:
             timeline = combine(first, second)
             spread = _varying(tracer, script, first, timeline, workload.lengths, notes)
-            curve = MemoryCurve(timeline, context, spread, goes_on=settings.sharding is None, options=options)
+            whole = settings.sharding is None
+            curve = MemoryCurve(timeline, context, spread, goes_on=whole, options=options, uneven=workload.shape.padded)
             ops = grouped(first, second)
         except TraceError as error:
             if settings.sharding is None and (looped := _per_sample(tracer, script, (first, second), context, options)) is not None:

@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.schema import MemoryPeak
-from hfopt.trace.kernel_sizes import FORMULAS
+from hfopt.trace.kernel_sizes import FORMULAS, TILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from hfopt.trace.recorder import Category, Trace, Where
+    from hfopt.trace.events import Category, Trace, Where
 
 
 FREED = -1
@@ -48,6 +48,11 @@ class AffineFormula:
 
     def bytes(self, batch: int) -> int:
         return FORMULAS[self.name](*(constant + slope * batch for constant, slope in self.dims))
+
+    def scaled(self, share: float, batch: int) -> int:
+        """With so much of its first dimension."""
+        first, *others = (constant + slope * batch for constant, slope in self.dims)
+        return FORMULAS[self.name](round(first * share), *others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,11 @@ class Timeline:
         """No block has this number or a higher one."""
         return int(self.blocks.max()) + 1
 
+    @property
+    def tiles(self) -> list[int]:
+        """The events that take a tile of a loop over rows."""
+        return [index for index, formula in self.formulas.items() if formula.name == TILE]
+
     def at(self, batch: int) -> Timeline:
         """The events of one batch size: the same ones for all of them, unless the model loops over its samples."""
         return self
@@ -82,8 +92,12 @@ class Timeline:
         sizes = np.rint(self.constants + self.slopes * batch).astype(np.int64)
         sizes[self.is_free] = FREED
         out: list[int] = sizes.tolist()
+        known: dict[int, int] = {}  # thousands of events share a few formulas
         for index, formula in self.formulas.items():
-            out[index] = formula.bytes(batch)
+            size = known.get(id(formula))
+            if size is None:
+                size = known[id(formula)] = formula.bytes(batch)
+            out[index] = size
         return out
 
 
@@ -271,7 +285,7 @@ def coarse_timeline(first: MemoryPeak, second: MemoryPeak) -> Timeline:
     """One block for each kind of memory, and one for what is reserved beyond them."""
     import numpy as np
 
-    from hfopt.trace.recorder import Where
+    from hfopt.trace.events import Where
 
     assert first.breakdown is not None
     assert second.breakdown is not None

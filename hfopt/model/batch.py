@@ -237,6 +237,7 @@ class Unpadded:
             shape = tuple(ids.shape)
             kept = {name: value for name, value in batch.items() if name not in _LAYOUT}
             batch = {name: value.view(count, -1) if _is_row(value, shape) else value for name, value in kept.items()}
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))  # TRL counts its tokens by one or the other
         mask = batch.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             batch["attention_mask"] = torch.ones_like(mask)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from hfopt.compat import quietly
 from hfopt.compat.torch_patches import parameters_on_meta
+from hfopt.compat.transformers_patches import sdpa_stands_in
 from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.heads import Head
@@ -39,7 +40,7 @@ from hfopt.model.parts import freeze_parts, modules_of_parts
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
 from hfopt.model.trl_trainer import TrlSetup
-from hfopt.schema import Assumption, Lora, ModelPart, ModelSpec, Task, Workload
+from hfopt.schema import Assumption, Lora, ModelPart, ModelSpec, Task
 
 
 def build_here(assemble: Callable[[], nn.Module], real: Callable[[], nn.Module] | None = None) -> nn.Module:
@@ -179,8 +180,8 @@ def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
             parameter.requires_grad = False
 
 
-def train_layers_alone(model: nn.Module, last: int) -> None:
-    """The last layers train and nothing else (below zero: the first ones), as LLaMA-Factory's `freeze` does."""
+def train_layers_alone(model: nn.Module, last: int, *, widened: bool = False) -> None:
+    """The last layers train and nothing else (below zero: the first ones), as LLaMA-Factory's `freeze` does; widened: in float32."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len({type(block) for block in module}) == 1]
     blocks = max(lists, key=len, default=None)
     if blocks is None:
@@ -188,6 +189,8 @@ def train_layers_alone(model: nn.Module, last: int) -> None:
     model.requires_grad_(False)
     for block in list(blocks)[-last:] if last > 0 else list(blocks)[:-last]:
         block.requires_grad_(True)
+        if widened:
+            block.to(torch.float32)
 
 
 DTYPE_OPTION = "dtype" if is_at_least("transformers", "5") else "torch_dtype"
@@ -247,7 +250,7 @@ class Recipe:
             model = quantize(model, self.spec.quantization)
         freeze(model, self.spec.frozen)
         if self.spec.last_layers is not None:
-            train_layers_alone(model, self.spec.last_layers)
+            train_layers_alone(model, self.spec.last_layers, widened=self.spec.widens_trained)
         freeze_parts(model, self.spec.frozen_parts)
         if self.trl is not None:
             adapter = None
@@ -270,11 +273,13 @@ class Recipe:
         with quietly():
             try:
                 model_class = self.head.model_class or getattr(transformers, self.head.class_name)
-                model: nn.Module = model_class._from_config(config, **options)
+                with sdpa_stands_in(model_class) if uses_flash(self.spec) else nullcontext():
+                    model: nn.Module = model_class._from_config(config, **options)
             except FAILURES as error:
                 raise WorkloadError(f"{self.head.class_name} cannot be built from the config of {self.source.name}: {error}") from error
         if self.source.fields.get("tie_word_embeddings") is False and self.source.has_checkpoint:
             _untie(model)
+        _widen(model, self.spec.float32_modules)
         return model
 
 
@@ -312,10 +317,15 @@ def repeated_blocks(model: nn.Module) -> int | None:
     return max((len(blocks) for blocks in lists if len({type(block) for block in blocks}) == 1), default=None)
 
 
-def stored_in(workload: Workload) -> str | None:
-    """What the weights are stored in while training; None where nobody knows."""
-    recipe = workload.build_model
-    return str(weights_dtype(recipe.spec, recipe.config)).removeprefix("torch.") if isinstance(recipe, Recipe) else workload.weights_dtype
+def dtype_name(dtype: Any) -> str:
+    """'bfloat16' of torch.bfloat16 and of its name."""
+    return str(dtype).removeprefix("torch.")
+
+
+def checkpoint_dtype(config: Any) -> str | None:
+    """What the configuration says the checkpoint is stored in."""
+    stated = getattr(config, DTYPE_OPTION, None)
+    return None if stated is None else dtype_name(stated)
 
 
 def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
@@ -337,15 +347,22 @@ def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
 def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
     """What the weights are stored in, how attention is computed, and what trains; unstated, they are from_pretrained's own choices."""
     spec = recipe.spec
-    stored = str(weights_dtype(spec, recipe.config)).removeprefix("torch.")
+    stored = dtype_name(weights_dtype(spec, recipe.config))
     packed = "" if spec.quantization is None else f"{spec.quantization.bits}-bit, the rest "
     attention = spec.attn_implementation or getattr(getattr(model, "config", None), "_attn_implementation", None)
     lora = spec.lora
     adapter = "none" if lora is None else f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"
+    if spec.stands_for is not None:
+        adapter = f"{spec.stands_for} (planned as {adapter})"
+    layers = spec.last_layers
+    alone = (
+        () if layers is None else (Assumption(what="trained", value=f"the {'last' if layers > 0 else 'first'} {abs(layers)} layers alone"),)
+    )
     return (
         Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None, settle="dtype"),
         Assumption(what="attention", value=attention, guessed=spec.attn_implementation is None, settle="attn_implementation"),
         Assumption(what="adapter", value=adapter, settle="use_peft, lora_r"),
+        *alone,
     )
 
 
@@ -354,6 +371,13 @@ def _untie(model: Any) -> None:
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     if outputs is not None and outputs.weight is inputs.weight:
         outputs.weight = nn.Parameter(outputs.weight.detach().clone())
+
+
+def _widen(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Modules with one of these words in their name to float32; one of several that share a weight takes the others along."""
+    for name, module in model.named_modules() if names else ():
+        if any(word in name.rsplit(".", 1)[-1] for word in names):
+            module.to(torch.float32)
 
 
 def _packed_away(bare: nn.Module, model: nn.Module) -> int:

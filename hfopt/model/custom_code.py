@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,24 +29,13 @@ from hfopt.model.losses import why_batch_dependent
 from hfopt.model.sources import ConfigSource
 from hfopt.schema import Assumption, BatchShape, ModelSpec, Task, Workload
 
-_REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
-
-
-def is_reference(name: str) -> bool:
-    return _REFERENCE.match(name) is not None
-
 
 def from_reference(spec: ModelSpec) -> Workload:
     """The workload of a model made by the user's own code."""
     assert spec.name is not None
-    match = _REFERENCE.match(spec.name)
-    assert match is not None
-    if not spec.trust_remote_code:
-        raise WorkloadError(
-            f"{spec.name} is code, which is not run unasked", hint="set trust_remote_code: true in the YAML, or give --trust-remote-code"
-        )
-    module = _import(match["module"])
-    factory = _callable(module, match["name"], spec.name)
+    place, _, name = spec.name.rpartition(":")
+    module = _import(place)
+    factory = _callable(module, name, spec.name)
     make_batch = _callable(module, "make_batch", spec.name)
     recipe = _CustomRecipe(spec=spec, factory=factory)
     model = skeleton(recipe.assemble)

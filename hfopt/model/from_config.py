@@ -19,22 +19,33 @@ import transformers
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
-from hfopt.model.builder import DTYPE_OPTION, FAILURES, Recipe, assumed_build, skeleton, uses_flash, weights_dtype
-from hfopt.model.custom_code import from_reference, is_reference, remote_config, remote_head
+from hfopt.model.builder import FAILURES, Recipe, assumed_build, checkpoint_dtype, dtype_name, skeleton, uses_flash, weights_dtype
+from hfopt.model.custom_code import from_reference, remote_config, remote_head
 from hfopt.model.heads import Head, choose_head, labelled
-from hfopt.model.losses import BATCH_DEPENDENT, NOTES, PAIRED, WITH_REFERENCE, Pairs, loss_for, preference_loss, why_batch_dependent
+from hfopt.model.losses import (
+    BATCH_DEPENDENT,
+    NOTES,
+    PAIRED,
+    WITH_REFERENCE,
+    Pairs,
+    loss_for,
+    preference_loss,
+    valued_reward,
+    why_batch_dependent,
+)
 from hfopt.model.sample_shape import Reading, size_batch
-from hfopt.model.sources import ConfigSource, find_config
-from hfopt.model.trl_trainer import carried_trainer, trl_loss
-from hfopt.model.trl_workload import in_one_row, trl_batches, trl_notes, trl_setup
+from hfopt.model.sources import ConfigSource, find_config, is_reference, stated_model
+from hfopt.model.trl_trainer import carried_trainer, trl_classes, trl_loss
+from hfopt.model.trl_workload import PICTURED, Pictured, cut_images, in_one_row, trl_batches, trl_notes, trl_setup
 from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
 
 _NO_TRL = "no TRL with this trainer is installed here: its loss is traced by a rule with whole logits, which may take more memory"
+_NO_PICTURES = "TRL's {}Trainer on images is traced by a rule with whole logits, which may take more memory"
 
 
 def from_job(job: TrainJob, *, layers: int | None = None) -> Workload:
     """The workload of a config; `layers`: with another number of blocks, where they are all alike."""
-    return from_spec(job.model, job.data, trainer=job.trainer, trl_arguments=job.args if job.uses_trl else None, layers=layers)
+    return from_spec(job.model, job.data, trainer=job.trainer, trl_arguments=job.raw if job.uses_trl else None, layers=layers)
 
 
 def from_spec(
@@ -49,13 +60,7 @@ def from_spec(
 
     With TRL's arguments the step is that of TRL's own trainer, where it is installed; else a preference loss is one of our own rules.
     """
-    name = model.name or model.like
-    if not name:
-        raise WorkloadError(
-            "which model is trained is not stated",
-            hint="give --model (a hub id, a folder or a config.json), or model_name_or_path in the YAML; "
-            "--model-from FILE reads it from another YAML",
-        )
+    name = stated_model(model)
     if is_reference(name):
         return from_reference(replace(model, name=name))
     source = find_config(name, like=model.like)
@@ -79,13 +84,19 @@ def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
     return head
 
 
+SMALLEST_DEPTH = 2
+
+
 def _trl_workload(recipe: Recipe, data: DataSpec) -> Workload:
     """The step of TRL's own trainer."""
     setup = recipe.trl
     assert setup is not None
-    sized = _workload(replace(recipe, trl=None), replace(data, max_length=setup.size.length), setup.kind)
-    flash = uses_flash(recipe.spec)
-    make_batch = trl_batches(setup, carried_trainer(skeleton(recipe.assemble)), flash=flash)
+    pictured, flash = recipe.head.task == PICTURED, uses_flash(recipe.spec)
+    sized = _workload(replace(recipe, trl=None), data if pictured else replace(data, max_length=setup.size.length), setup.kind)
+    make_batch: Callable[[int], dict[str, Any]] = Pictured(make_batch=sized.make_batch)
+    if not pictured:
+        small = _config_of_depth(recipe.config, SMALLEST_DEPTH) or recipe.config  # batches are the trainer's, whatever the model's depth
+        make_batch = trl_batches(setup, carried_trainer(skeleton(replace(recipe, config=small).assemble)), flash=flash)
     padded = setup.size.shorter is not None and not flash
     notes = tuple(note for note in sized.notes if note not in NOTES.values())
     guessed = data.max_length is None and not setup.arguments.get("max_length")
@@ -97,13 +108,13 @@ def _trl_workload(recipe: Recipe, data: DataSpec) -> Workload:
         compute_loss=trl_loss,
         assumed=tuple(replace(one, guessed=guessed) if one.what == "length" else one for one in sized.assumed),
         lengths=None if in_one_row(setup.arguments) else sized.lengths,
-        notes=(*notes, *trl_notes(setup), *_wider_than_stored(recipe)),
+        notes=(*notes, *trl_notes(setup), *(cut_images(setup, data, sized.shape.length) if pictured else ()), *_wider_than_stored(recipe)),
         with_layers=partial(_trl_at_depth, recipe, data),
     )
 
 
 def _wider_than_stored(recipe: Recipe) -> tuple[str, ...]:
-    stored = str(getattr(recipe.config, DTYPE_OPTION, None) or "float32").removeprefix("torch.")
+    stored = checkpoint_dtype(recipe.config) or "float32"
     if weights_dtype(recipe.spec, recipe.config) != torch.float32 or stored == "float32":
         return ()
     return (
@@ -130,7 +141,8 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         sized = replace(sized, shape=replace(sized.shape, padded=False))
         notes.append(f"{model.attn_implementation} is estimated as PyTorch's own flash attention")
     notes += [NOTES[trainer]] if trainer in NOTES else []
-    notes += [_NO_TRL] if trl else []
+    if trl:
+        notes.append(_NO_PICTURES.format(trainer) if head.task == PICTURED and trl_classes(trainer) is not None else _NO_TRL)
     notes += slow_state_space(facts.model_class)
     make_batch: Callable[[int], dict[str, Any]] = BatchMaker(
         task=head.task,
@@ -150,18 +162,27 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         build_model=recipe,
         make_batch=make_batch,
         shape=sized.shape,
-        compute_loss=preference_loss(trainer, asks_reference=recipe.reference) or loss_for(head.task),
+        compute_loss=_loss(recipe, trainer),
         parameters=facts.parameters,
         trainable_parameters=facts.trainable_parameters,
         layers=facts.layers,
         tokens_per_sample=2 * sized.tokens if sized.tokens and trainer in PAIRED else sized.tokens,
         checkpointable=facts.checkpointable,
         batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
+        config=config,
+        weights_dtype=dtype_name(weights_dtype(model, config)),
+        checkpoint_dtype=checkpoint_dtype(config),
         lengths=_spread(data, sized.shape.length),
         assumed=(head.assumption, *_labels(recipe, trainer), *sized.assumed, *assumed_build(recipe, facts.model)),
         notes=tuple(notes),
         with_layers=partial(_at_depth, recipe, data, trainer),
     )
+
+
+def _loss(recipe: Recipe, trainer: str) -> Callable[[Any, dict[str, Any]], Any] | None:
+    if trainer == "Reward" and recipe.head.task == "causal_lm":
+        return valued_reward
+    return preference_loss(trainer, asks_reference=recipe.reference) or loss_for(recipe.head.task)
 
 
 _LABELLED = ("sequence_classification", "token_classification", "image_classification", "audio_classification", "semantic_segmentation")

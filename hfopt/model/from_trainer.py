@@ -21,7 +21,7 @@ from torch import nn
 
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
-from hfopt.model.builder import build_here, repeated_blocks
+from hfopt.model.builder import build_here, checkpoint_dtype, repeated_blocks
 from hfopt.model.collated import Collated, collator_of
 from hfopt.model.heads import task_of_class
 from hfopt.model.losses import BATCH_DEPENDENT, carry, companions, modules_of, own_loss, why_batch_dependent
@@ -148,7 +148,9 @@ def from_trainer(trainer: Any) -> Workload:
         tokens_per_sample=None if shape.length is None else shape.length + (shape.target_length or 0),
         checkpointable=bool(getattr(base, "supports_gradient_checkpointing", False)),
         batch_dependent_loss=_known_dependence(trainer) or why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
+        config=getattr(base, "config", None),
         weights_dtype=_weights_dtype(model),
+        checkpoint_dtype=checkpoint_dtype(getattr(base, "config", None)),
         lengths=lengths,
         assumed=_read_off(model, base, shape),
         notes=notes,

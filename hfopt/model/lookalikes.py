@@ -9,6 +9,7 @@ most and adds least counts. A name that does not say enough has none: a wrong ar
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cache
 
@@ -45,7 +46,7 @@ class Suggestion:
 
     @property
     def sentence(self) -> str:
-        return f"{self.name} looks like {self.hub_id}: --like {self.hub_id}"
+        return f"{self.name} looks like {self.hub_id}: --like {shlex.quote(self.hub_id)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

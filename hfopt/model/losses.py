@@ -121,8 +121,10 @@ def _kto(model: Any, batch: dict[str, Any], *, ratio: Loss) -> torch.Tensor:
 
 
 def _ratio(model: Any, batch: dict[str, Any], *, asks_reference: bool) -> torch.Tensor:
-    policy = _sequence_log_probs(model, batch)
-    return policy - (_reference_log_probs(model, batch) if asks_reference else torch.zeros_like(policy))
+    policy, logits = _sequence_log_probs(model, batch)
+    ratio = policy - (_reference_log_probs(model, batch) if asks_reference else torch.zeros_like(policy))
+    del logits  # of the policy, held for the metrics while the reference is asked
+    return ratio
 
 
 def _reward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -131,13 +133,25 @@ def _reward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     return -nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-def _sequence_log_probs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+def valued_reward(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """The same by a value head on a causal model, as LLaMA-Factory trains it (train/rm/trainer.py): the logits, which nobody asks for, are
+    made all the same and widened to float32. The head's own few weights are left out: one feature stands for them."""
+    outputs = model(**batch, output_hidden_states=True, use_cache=False)
+    widened = outputs.logits.float()
+    chosen, rejected = outputs.hidden_states[-1][:, -1, 0].float().chunk(2)
+    loss = -nn.functional.logsigmoid(chosen - rejected).mean()
+    del widened  # held until here
+    return loss
+
+
+def _sequence_log_probs(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """And the logits, whole and widened to float32, as LLaMA-Factory has them (train/dpo/trainer.py, train/trainer_utils.py)."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    logits = model(**inputs, use_cache=False).logits.to(torch.float32)
     labels = batch["labels"][:, 1:]
     trained = labels != -100
-    picked = torch.gather(logits, -1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return ((picked - torch.logsumexp(logits, dim=-1)) * trained).sum(-1)
+    picked = torch.gather(logits[:, :-1].log_softmax(-1), 2, labels.clamp(min=0).unsqueeze(2)).squeeze(2)
+    return (picked * trained).sum(-1), logits
 
 
 def _reference_log_probs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
@@ -146,7 +160,7 @@ def _reference_log_probs(model: Any, batch: dict[str, Any]) -> torch.Tensor:
         reference.eval()
     without_adapter = model.disable_adapter() if reference is None and hasattr(model, "disable_adapter") else nullcontext()
     with torch.no_grad(), without_adapter:
-        return _sequence_log_probs(model if reference is None else reference, batch)
+        return _sequence_log_probs(model if reference is None else reference, batch)[0]
 
 
 _NAMES = {"ref_model": REFERENCE, "loss": "loss"}

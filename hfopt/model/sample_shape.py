@@ -86,7 +86,7 @@ def _checked_length(config: Any, length: int, what: str) -> int:
     if length < 1:
         raise WorkloadError(f"{what} of {length} tokens cannot be made", hint="the shortest is 1")
     limit = position_limit(config)
-    if limit is not None and length > limit:
+    if limit is not None and length > limit and not _rotary(config):
         raise WorkloadError(
             f"{what} of {length} tokens is over the model's {limit} positions",
             hint=f"use at most {limit} tokens, or raise max_position_embeddings in the model's config if its positions are to be extended",
@@ -94,13 +94,21 @@ def _checked_length(config: Any, length: int, what: str) -> int:
     return length
 
 
+def _rotary(config: Any) -> bool:
+    """Positions that are computed go on beyond the longest the model was trained with; a table of them ends."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return any(getattr(text, name, None) for name in ("rope_parameters", "rope_theta", "rotary_emb_base", "rotary_dim"))
+
+
 def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> SizedSample:
     length = data.max_length
+    if length is not None and data.target_follows and data.max_target_length is not None and not config.is_encoder_decoder:
+        length += data.max_target_length  # a decoder alone reads the source and its target in one sequence
     if length is None:
         length = SFT_LENGTH if trainer not in ("Trainer", "Seq2SeqTrainer") else TEXT_LENGTH
         length = min(length, position_limit(config) or length)
     length = _checked_length(config, length, "a text")
-    assumed = [*data.assumed, _length_assumed(length, data)]
+    assumed = [*data.assumed, _length_assumed(length, data, position_limit(config))]
     if task == "seq2seq_lm" or (config.is_encoder_decoder and task in ("masked_lm", "causal_lm")):
         target = data.max_target_length
         if target is None:
@@ -113,8 +121,10 @@ def _text(config: Any, task: Task, data: DataSpec, trainer: str) -> SizedSample:
     return SizedSample(shape=BatchShape(kind="text", length=length, padded=not data.packing), tokens=tokens, assumed=tuple(assumed))
 
 
-def _length_assumed(length: int, data: DataSpec) -> Assumption:
-    packed = ", packed" if data.packing else ""
+def _length_assumed(length: int, data: DataSpec, limit: int | None) -> Assumption:
+    packed = (", packed" if data.packing else "") + (
+        f", over the model's {limit} positions" if limit is not None and length > limit else ""
+    )
     return Assumption(what="length", value=f"{length} tokens{packed}", guessed=data.max_length is None, settle="--seq-len")
 
 
@@ -131,11 +141,20 @@ def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
     size = (512 if task == "semantic_segmentation" else 224) if stated is None else stated
     if size < 1:
         raise WorkloadError(f"an image of {size} pixels cannot be made")
+    _check_image(config, size)
     return SizedSample(
         shape=BatchShape(kind="image", height=size, width=size, channels=config_channels(config), padded=False),
         tokens=None,
         assumed=(_image_assumed(size, guessed=stated is None),),
     )
+
+
+def _check_image(config: Any, size: int) -> None:
+    """A model with patches takes at least one."""
+    patch, own = _first(getattr(config, "patch_size", None)), _first(getattr(config, "image_size", None))
+    if patch is not None and size < patch:
+        hint = None if own is None else f"the model's own image_size is {own}"
+        raise WorkloadError(f"an image of {size} × {size} pixels holds no patch of {patch} × {patch}", hint=hint)
 
 
 def _detection(config: Any, data: DataSpec, at: Reading) -> SizedSample:
@@ -233,7 +252,7 @@ def _with_placeholders(config: Any, data: DataSpec, at: Reading) -> SizedSample:
         )
     length = _checked_length(config, length, "a text with its images")
     shape = BatchShape(kind="image_text", length=length, height=sample.height, width=sample.width, channels=3, padded=not data.packing)
-    assumed = (*data.assumed, _length_assumed(length, data), *sample.assumed)
+    assumed = (*data.assumed, _length_assumed(length, data, position_limit(config)), *sample.assumed)
     return SizedSample(shape=shape, tokens=length, assumed=assumed, sample=sample)
 
 
@@ -248,5 +267,5 @@ def _image_text(config: Any, main_input: str, data: DataSpec) -> SizedSample:
     length = _checked_length(config, length, "a text")
     channels = getattr(vision, "num_channels", None) or 3
     shape = BatchShape(kind="image_text", length=length, height=size, width=size, channels=channels)
-    assumed = (_length_assumed(length, data), _image_assumed(size, guessed=stated is None))
+    assumed = (_length_assumed(length, data, limit), _image_assumed(size, guessed=stated is None))
     return SizedSample(shape=shape, tokens=length, assumed=assumed)

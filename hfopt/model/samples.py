@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,19 +92,25 @@ def longest_samples(dataset: Any) -> Samples | None:
     column = _column_lengths(dataset)
     if column is not None:
         order = sorted(range(len(column)), key=column.__getitem__)
-        shorter = dataset[order[len(order) // 2]] if column[order[len(order) // 2]] < column[order[-1]] else None
-        lengths = shares([column[index] for index in order])
-        return Samples(longest=dataset[order[-1]], shorter=shorter, seen=len(column), of=len(dataset), lengths=lengths)
+        ascending = [column[index] for index in order]
+        middle = _shorter(ascending)
+        shorter = None if middle is None else dataset[order[middle]]
+        return Samples(longest=dataset[order[-1]], shorter=shorter, seen=len(column), of=len(dataset), lengths=shares(ascending))
     sized = sorted(((sample_size(sample), index, sample) for index, sample in _spread(dataset)), key=lambda entry: entry[:2])
-    size, _, longest = sized[-1]
-    middle_size, _, middle = sized[len(sized) // 2]
+    middle = _shorter([size for size, _, _ in sized])
     return Samples(
-        longest=longest,
-        shorter=middle if middle_size < size else None,
+        longest=sized[-1][2],
+        shorter=None if middle is None else sized[middle][2],
         seen=len(sized),
         of=len(dataset),
         lengths=shares(sorted(filter(None, (token_count(sample) for _, _, sample in sized)))),
     )
+
+
+def _shorter(ascending: Sequence[int]) -> int | None:
+    """The index of the sample that brings padding: the middle one, or the longest below where more than half were cut to one length."""
+    below = bisect_left(ascending, ascending[-1])
+    return min(len(ascending) // 2, below - 1) if below else None
 
 
 def shares(ascending: Sequence[int]) -> tuple[int, ...]:

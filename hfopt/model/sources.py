@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,9 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hfopt.errors import UnknownModelError, WorkloadError
-from hfopt.model.known_models import find, find_under_any_owner, near_names
+from hfopt.model.known_models import Architecture, find, find_under_any_owner, near_names
 from hfopt.model.lookalikes import likeliest, same_numbers
+from hfopt.schema import ModelSpec
 
 _HUB_TIMEOUT_S = 5
 TABLE, HUB_CACHE, HUB = "bundled table", "Hub cache", "Hub"
@@ -39,6 +41,33 @@ class ConfigSource:
         if self.folder is None or self.where in (HUB, HUB_CACHE):
             return True
         return any(self.folder.glob("*.safetensors")) or any(self.folder.glob("*.bin"))
+
+
+_REFERENCE = re.compile(r"^(?P<module>.+\.py|[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)$")
+
+
+def is_reference(name: str) -> bool:
+    """Code of the user's own: `file.py:factory` or `package.module:factory`."""
+    return _REFERENCE.match(name) is not None
+
+
+def stated_model(model: ModelSpec) -> str:
+    """The model's name, or the one it is like; refused where neither is stated, and code that may not be run or is not there."""
+    name = model.name or model.like
+    if not name:
+        raise WorkloadError(
+            "which model is trained is not stated",
+            hint="give --model (a hub id, a folder or a config.json), or model_name_or_path in the YAML; "
+            "--model-from FILE reads it from another YAML",
+        )
+    code = _REFERENCE.match(name)
+    if code is not None and not model.trust_remote_code:
+        raise WorkloadError(
+            f"{name} is code, which is not run unasked", hint="set trust_remote_code: true in the YAML, or give --trust-remote-code"
+        )
+    if code is not None and code["module"].endswith(".py") and not Path(code["module"]).expanduser().is_file():
+        raise WorkloadError(f"{code['module']} cannot be imported: there is no such file")
+    return name
 
 
 def find_config(name: str, *, like: str | None = None) -> ConfigSource:
@@ -80,13 +109,26 @@ def find_here(name: str) -> ConfigSource | None:
     return ConfigSource(name=entry.hub_id, fields=entry.config, where=TABLE) if entry is not None else None
 
 
+_PACKED = re.compile(r"[-_.](unsloth[-_.])?(bnb[-_.][48]bit|awq|gptq|aqlm|gguf|eetq|hqq|int[48]|w[48]a16|fp8)([-_.].*)?$", re.IGNORECASE)
+
+
 def _re_upload(name: str) -> ConfigSource | None:
-    """Only when the Hub cannot say better: the same name under another owner is the same architecture, and that is said."""
-    entry = find_under_any_owner(name)
+    """Only when the Hub cannot say better: the same name under another owner is the same architecture, packed or not, and that is said."""
+    packing = _PACKED.search(name)
+    bare = name if packing is None else name[: packing.start()]
+    entry = find_under_any_owner(bare) or (None if packing is None else _packed_of(bare))
     if entry is None:
         return None
     note = f"{name} is not known here; it is taken for {entry.hub_id} by its name"
+    if packing is not None and not packing[2].lower().startswith("bnb"):
+        note += f"; how {packing[2].upper()} packs its weights is not modelled: they are planned in 16 bits, which take more"
     return ConfigSource(name=name, fields=entry.config, where=TABLE, note=note)
+
+
+def _packed_of(bare: str) -> Architecture | None:
+    """What says how it is packed was made from a published model: the one of that family, version and size."""
+    likely = likeliest(bare)
+    return None if likely is None else find(likely.hub_id)
 
 
 def _from_file(path: Path, name: str, where: str | None = None) -> ConfigSource:

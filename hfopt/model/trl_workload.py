@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -17,12 +18,12 @@ from hfopt.schema import GENERATING, DataSpec
 PROMPT = 512  # tokens, where a config of GRPO or RLOO does not say
 COMPLETION = 256  # TRL's default of max_completion_length
 _TASKS = frozenset({"causal_lm", "sequence_classification"})
-_PART_OF_THE_TOKENS = ("assistant_only_loss", "completion_only_loss")
+PICTURED = "image_text"  # the task of a model that takes images and text
 
 
 def trl_setup(kind: str, arguments: Mapping[str, Any], data: DataSpec, *, task: str, config: Any) -> TrlSetup | None:
     """None where TRL's trainer cannot be made here: the loss is then traced by a rule of our own."""
-    classes = trl_classes(kind) if task in _TASKS else None
+    classes = trl_classes(kind) if task in _TASKS or (task == PICTURED and kind == "SFT") else None
     if classes is None:
         return None
     size = _generated_size(arguments, data, classes) if kind in GENERATING else _size(arguments, data, classes, config)
@@ -70,18 +71,38 @@ def trl_batches(setup: TrlSetup, trainer: Any, *, flash: bool) -> Callable[[int]
     return Unpadded(collated=made) if flash else made
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictured:
+    """Images and text as TRL's collator labels them: every token that is not padding, placeholders of images among them."""
+
+    make_batch: Callable[[int], dict[str, Any]]
+
+    def __call__(self, samples: int) -> dict[str, Any]:
+        batch = self.make_batch(samples)
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        labels = ids.clone() if mask is None else ids.masked_fill(mask == 0, -100)
+        return {**batch, "labels": labels}
+
+
+def cut_images(setup: TrlSetup, data: DataSpec, length: int | None) -> tuple[str, ...]:
+    """A sample of images and text that the length in force would cut: TRL stops there, for placeholders would be missing."""
+    stated = data.max_length or setup.arguments.get("max_length")
+    limit = setup.classes.default("max_length") if stated is None else None
+    if limit is None or length is None or length <= limit or "max_length" in setup.arguments:
+        return ()
+    return (
+        f"max_length is not stated, and TRL's default of {limit} would cut a sample of {length} tokens with its images, which stops the "
+        "run: set max_length: null",
+    )
+
+
 def trl_notes(setup: TrlSetup) -> tuple[str, ...]:
-    """What was assumed, and what of the trainer's work is not in the figures."""
-    name, size, arguments = setup.classes.trainer.__name__, setup.size, setup.arguments
+    """What was assumed. Arguments that the figures do not show are named by `facts/argument_effects`."""
+    name, size = setup.classes.trainer.__name__, setup.size
     notes = [f"the loss is traced as TRL {metadata.version('trl')}'s {name} computes it"]
     if setup.kind in GENERATING:
         completion = size.length - size.prompt
         notes.append(f"{setup.kind}: a step is the update on completions of {completion} tokens after prompts of {size.prompt}")
     if setup.kind not in GENERATING and setup.kind not in ("SFT", "Reward"):
         notes.append("prompts are taken to be short: every token of a sequence counts in the loss")
-    for key in _PART_OF_THE_TOKENS:
-        if arguments.get(key) is True:
-            notes.append(f"{key}: how many tokens train depends on the data; all are taken to, which is the most memory")
-    if arguments.get("activation_offloading") is True:
-        notes.append("activation_offloading is not in the figures: what it moves to the host's memory comes off them")
     return tuple(notes)

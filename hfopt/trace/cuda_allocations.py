@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hfopt.trace.fake_values import twin
-from hfopt.trace.kernel_sizes import Formula, Kernels, SizedTemporary, Step, constant, round_up
+from hfopt.trace.kernel_sizes import COLUMN_REDUCTION, EFFICIENT_BACKWARD, Formula, Kernels, SizedTemporary, Step, constant, round_up
 
 if TYPE_CHECKING:
     import torch
@@ -69,24 +69,8 @@ def efficient_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, 
     else:  # delta = (grad * out).sum(-1) as three operations
         first = 2 * grouped
         steps += [constant(gradient.numel() * 4), sums, sums, first, first + 1]
-    rows, columns, accumulates = _backward_tile(query.dtype in _HALF, width, kernels.capability)
-    tile = (rows * columns * 4 + 16) * -(-width // columns)
-    extra = 2 * round_up(key.shape[2], 64) * round_up(width, rows) * 4 if accumulates else 0
-    return [*steps, constant(batch * heads * (-(-length // rows) * tile + extra))]
-
-
-def _backward_tile(half: bool, width: int, capability: tuple[int, int]) -> tuple[int, int, bool]:
-    """Rows and columns of the kernel's tile, and whether keys and values accumulate outside registers: a matter of shared memory."""
-    if width <= 64:
-        return 64, 64, False
-    roomy = capability in ((8, 0), (9, 0), (10, 0))
-    if not half:
-        return (128, 64, False) if roomy else (64, 64, False)
-    if width <= 128 and roomy:
-        return 128, 128, False
-    if width <= 96:
-        return 128, 64, False
-    return (64, 64, True) if width <= 128 else (128, 64, True)
+    half = int(query.dtype in _HALF)
+    return [*steps, Formula(EFFICIENT_BACKWARD, (batch * heads, length, key.shape[2], width, half, kernels.roomy))]
 
 
 aten = torch.ops.aten
@@ -156,6 +140,12 @@ def _native_dropout(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any
     return [out[1], out[0]]
 
 
+def _softmax_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: the product of gradient and output as a tensor of its own. That of eager
+    attention among samples in one row grows with the square of the batch."""
+    return [out, Formula("product", (*args[0].shape, args[0].element_size()))]
+
+
 def _packed(tensors: Sequence[Any]) -> list[Step]:
     """Copies of what a kernel wants contiguous and is not."""
     return [constant(tensor.numel() * tensor.element_size()) for tensor in tensors if not tensor.is_contiguous()]
@@ -190,7 +180,7 @@ def _reduction(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], ou
         width *= source.shape[dim]
     vector = next(v for v in (4, 2, 1) if width % v == 0)
     outputs = out.numel()
-    return [out, Formula("column_reduction", (outputs, source.numel() // outputs, vector, kernels.multiprocessors, kernels.threads))]
+    return [out, Formula(COLUMN_REDUCTION, (outputs, source.numel() // outputs, vector, kernels.multiprocessors, kernels.threads))]
 
 
 def _convolution(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
@@ -270,6 +260,7 @@ RULES: dict[Any, Rule] = {
     aten.mv.default: _matmul,
     aten.addmm.default: _addmm,
     aten.native_dropout.default: _native_dropout,
+    aten._softmax_backward_data.default: _softmax_backward,
     aten.native_layer_norm.default: _normalization,
     aten.native_layer_norm_backward.default: _normalization_backward,
     aten.convolution.default: _convolution,

@@ -11,6 +11,8 @@ import math
 import torch
 
 from hfopt.compat import installed_torch
+from hfopt.trace.kernel_sizes import at_least, one_of
+from hfopt.trace.vision_windows import as_batch, as_tokens, windows_in
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -35,6 +37,9 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        if (windows := windows_in(query)) > 1 and attn_mask is None:
+            query, key, value = (as_batch(tensor, windows) for tensor in (query, key, value))
+            return as_tokens(self(query, key, value, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa))
         flash_heads, efficient_heads = self.takes_heads(query, key, value, enable_gqa=enable_gqa)
         if flash_heads and self.flash(query, key, value, attn_mask, dropout_p):
             return _flash(query, key, value, dropout_p, is_causal, scale)
@@ -56,29 +61,34 @@ class Attention:
 
     def flash(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float) -> bool:
         width = query.shape[-1]
-        if mask is not None or query.dim() != 4 or query.dtype not in _HALF or self.capability < (8, 0):
+        if mask is not None or query.dim() != 4 or query.dtype not in _HALF:
             return False
         if not (width == key.shape[-1] == value.shape[-1]) or width > 256 or any(t.stride(-1) != 1 for t in (query, key, value)):
             return False
-        trained = any(t.requires_grad for t in (query, key, value))
+        if not at_least(self.capability, (8, 0)):
+            return False
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120
-        narrow = self.capability in ((8, 6), (8, 9), (12, 0), (12, 1))
-        return not (trained and narrow and (192 < width <= 224 or (width > 224 and dropout_p > 0)))
+        wide = 192 < width <= 224 or (width > 224 and dropout_p > 0)
+        trained = any(t.requires_grad for t in (query, key, value))
+        return not (trained and wide and one_of(self.capability, ((8, 6), (8, 9), (12, 0), (12, 1))))
 
     def efficient(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-        if query.dim() != 4 or self.capability < (5, 0) or (query.dtype == torch.bfloat16 and self.capability < (8, 0)):
+        if query.dim() != 4 or not at_least(self.capability, (8, 0) if query.dtype == torch.bfloat16 else (5, 0)):
             return False
         if query.dtype not in (*_HALF, torch.float32) or not query.shape[-2] or not key.shape[-2]:
             return False
         if any(t.stride(-1) != 1 for t in (query, key, value)):
             return False
-        # check_head_dim_size_mem_efficient with minimum_gemm_alignment
-        if self.capability >= (8, 0):
-            alignment = 8 if query.dtype in _HALF else 4
-        else:
-            alignment = 8 if query.dtype in _HALF and self.capability >= (7, 0) else 1
         widths = (query.shape[-1], value.shape[-1])
-        return bool(query.shape[-1] == key.shape[-1]) and all(width % alignment == 0 for width in widths)
+        return bool(query.shape[-1] == key.shape[-1]) and (
+            all(width % 8 == 0 for width in widths) or all(width % self._alignment(query.dtype) == 0 for width in widths)
+        )
+
+    def _alignment(self, dtype: torch.dtype) -> int:
+        """check_head_dim_size_mem_efficient with minimum_gemm_alignment: 8 at the most."""
+        if at_least(self.capability, (8, 0)):
+            return 8 if dtype in _HALF else 4
+        return 8 if dtype in _HALF and at_least(self.capability, (7, 0)) else 1
 
 
 def _flash(

@@ -35,9 +35,16 @@ _RANDOM = _overloads(
     "empty empty_like empty_strided new_empty"
 )
 _DYNAMIC = _overloads("nonzero masked_select unique_dim _unique2 unique_consecutive repeat_interleave bincount")
-_COMPARED = {aten.eq.Scalar: False, aten.ne.Scalar: True, aten.ge.Tensor: True, aten.le.Tensor: True}
+_COMPARED = {
+    aten.eq.Scalar: False,
+    aten.ne.Scalar: True,
+    aten.ge.Tensor: True,
+    aten.le.Tensor: True,
+    aten.isnan.default: False,
+    aten.isinf.default: False,
+}
 """Numbers that are not known are not a constant's: an image is not taken for padding (Idefics). What is checked to be in order is: the
-corners of predicted boxes (DETR)."""
+corners of predicted boxes (DETR). And they are numbers: TRL's GRPO logs the least of those that are."""
 _BOOLEAN_INDEX = (aten.index.Tensor,)
 
 

@@ -52,7 +52,7 @@ class FastFake:
     def __init__(self, fake_mode: Any) -> None:
         self._mode = fake_mode
         self._kinds: dict[Any, _Kind] = {}
-        self._known: dict[Any, _Output | tuple[_Output, ...]] = {}
+        self._known: dict[Any, _Output | tuple[_Output | int | None, ...]] = {}
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kind = self._kinds.get(func)
@@ -82,7 +82,7 @@ class FastFake:
             return args[0]
         if isinstance(known, _Output):
             return self._fresh(known)
-        return tuple(map(self._fresh, known))
+        return tuple(self._fresh(leaf) if isinstance(leaf, _Output) else leaf for leaf in known)
 
     def _viewed(self, func: Any, args: Sequence[Any]) -> Any:
         with in_kernel_invocation_manager(self._mode):
@@ -103,16 +103,23 @@ class FastFake:
         elif isinstance(out, FakeTensor):
             if _is_fresh(out, args):
                 self._known[key] = _output(out)
-        elif isinstance(out, tuple) and out and all(isinstance(leaf, FakeTensor) and _is_fresh(leaf, args) for leaf in out):
-            self._known[key] = tuple(map(_output, out))
+        elif isinstance(out, tuple) and out and all(_is_plain(leaf) or _is_fresh(leaf, args) for leaf in out):
+            self._known[key] = tuple(leaf if _is_plain(leaf) else _output(leaf) for leaf in out)
 
 
 def _output(tensor: torch.Tensor) -> _Output:
     return _Output(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def _is_fresh(tensor: torch.Tensor, args: Sequence[Any]) -> bool:
-    """A storage of its own, filled from the start and on the device that is traced."""
+def _is_plain(leaf: Any) -> bool:
+    """No tensor: what attention kernels return among others (lengths, None where there is no mask)."""
+    return leaf is None or type(leaf) is int
+
+
+def _is_fresh(tensor: Any, args: Sequence[Any]) -> bool:
+    """A fake tensor with a storage of its own, filled from the start and on the device that is traced."""
+    if not isinstance(tensor, FakeTensor):
+        return False
     storage = tensor.untyped_storage()._cdata
     shared = any(isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata == storage for arg in args)
     return not shared and tensor.storage_offset() == 0 and tensor.device == _CPU

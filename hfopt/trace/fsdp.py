@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor
 from hfopt.compat.torch_patches import process_groups_set_aside, resizes_seen
 from hfopt.errors import TraceError
 from hfopt.schema import Precision, Sharding
-from hfopt.trace.recorder import Category, Recorder
+from hfopt.trace.events import Category
+from hfopt.trace.recorder import Recorder
 
 MESH_NAME = "fsdp"
 

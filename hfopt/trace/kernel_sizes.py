@@ -7,7 +7,8 @@ computes it. A `Formula` keeps the dimensions, so that a timeline can evaluate i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -16,6 +17,46 @@ from hfopt.units import KIB, MIB
 
 if TYPE_CHECKING:
     import torch
+
+
+Capability: TypeAlias = tuple[int, int]
+Answer: TypeAlias = tuple[str, tuple[Capability, ...], bool]
+"""A question to a card's capability, what it was compared with, and what came of it."""
+_listening: list[set[Answer]] = []
+
+
+@contextmanager
+def answers_noted() -> Iterator[set[Answer]]:
+    """What is asked of the card's capability in here: a trace holds for every card that answers alike."""
+    noted: set[Answer] = set()
+    _listening.append(noted)
+    try:
+        yield noted
+    finally:
+        _listening.remove(noted)
+
+
+def at_least(capability: Capability, least: Capability) -> bool:
+    return _answered("at_least", capability, (least,))
+
+
+def one_of(capability: Capability, some: Sequence[Capability]) -> bool:
+    return _answered("one_of", capability, tuple(some))
+
+
+def answers_alike(capability: Capability, noted: Sequence[Answer]) -> bool:
+    return all(_answer(question, capability, others) == answer for question, others, answer in noted)
+
+
+def _answered(question: str, capability: Capability, others: tuple[Capability, ...]) -> bool:
+    answer = _answer(question, capability, others)
+    for noted in _listening:
+        noted.add((question, others, answer))
+    return answer
+
+
+def _answer(question: str, capability: Capability, others: Sequence[Capability]) -> bool:
+    return capability >= others[0] if question == "at_least" else capability in others
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +105,39 @@ def _column_reduction(outputs: int, inputs: int, vector: int, multiprocessors: i
     return 4 * outputs * blocks * width * vector if blocks > 1 else 0
 
 
+def efficient_tile(half: bool, width: int, roomy: bool) -> tuple[int, int, bool]:
+    """Rows and columns of a tile of memory-efficient attention's backward (mem_eff_attention/kernel_backward.h), and whether keys and
+    values accumulate outside registers: a matter of shared memory."""
+    if width <= 64:
+        return 64, 64, False
+    if not half:
+        return (128, 64, False) if roomy else (64, 64, False)
+    if width <= 128 and roomy:
+        return 128, 128, False
+    if width <= 96:
+        return 128, 64, False
+    return (64, 64, True) if width <= 128 else (128, 64, True)
+
+
+def _efficient_backward(blocks: int, length: int, keys: int, width: int, half: int, roomy: int) -> int:
+    rows, columns, accumulates = efficient_tile(bool(half), width, bool(roomy))
+    tile = (rows * columns * 4 + 16) * -(-width // columns)
+    extra = 2 * round_up(keys, 64) * round_up(width, rows) * 4 if accumulates else 0
+    return blocks * (-(-length // rows) * tile + extra)
+
+
+COLUMN_REDUCTION, CUBLAS, EFFICIENT_BACKWARD = "column_reduction", "cublas", "efficient_backward"  # these depend on the card
+
+
+def of_card(name: str, dims: Sequence[int], kernels: Kernels) -> tuple[int, ...]:
+    """The dimensions of a formula that was recorded for some card, as another one has them."""
+    if name == COLUMN_REDUCTION:
+        return (*dims[:3], kernels.multiprocessors, kernels.threads)
+    if name == EFFICIENT_BACKWARD:
+        return (*dims[:5], kernels.roomy)
+    return (kernels.cublas_bytes,) if name == CUBLAS else tuple(dims)
+
+
 def _power_of_two_below(value: int, most: int) -> int:
     return most if value >= most else 1 << (max(value, 1).bit_length() - 1)
 
@@ -73,14 +147,17 @@ def _tiles(blocks: int, rows: int, tile_rows: int, tile_bytes: int) -> int:
     return blocks * -(-rows // tile_rows) * tile_bytes
 
 
+TILE = "tile"
 FORMULAS: dict[str, Callable[..., int]] = {
     "bytes": lambda size: size,
     "embedding_partials": _embedding_partials,
     "embedding_indices": _embedding_indices,
-    "column_reduction": _column_reduction,
+    COLUMN_REDUCTION: _column_reduction,
+    CUBLAS: lambda size: size,
+    EFFICIENT_BACKWARD: _efficient_backward,
     "tiles": _tiles,
     "product": lambda *dims: math.prod(dims),
-    "tile": lambda total, most, row_bytes: min(total, most) * row_bytes,  # one tile of a loop over rows
+    TILE: lambda total, most, row_bytes: min(total, most) * row_bytes,  # one tile of a loop over rows
 }
 
 
@@ -129,11 +206,15 @@ class Kernels:
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(capability, 80)
         self.threads = _THREADS.get(capability, 2048)
         self.torch_version = torch_version or installed_torch()
+        self.roomy = int(capability in ((8, 0), (9, 0), (10, 0)))  # shared memory for the larger tiles of memory-efficient attention
         # getChosenWorkspaceSize: 32 MiB on sm_90 and later, else 4096 KiB × 2 + 16 KiB × 8
         self.cublas_bytes = 32 * MIB if capability >= (9, 0) else 8 * MIB + 128 * KIB
 
     def workspace(self) -> list[Step]:
-        return [constant(self.cublas_bytes) if self.torch_version >= (2, 15) else KeptWorkspace("cublas", self.cublas_bytes)]
+        if self.torch_version >= (2, 15):
+            return [Formula(CUBLAS, (self.cublas_bytes,))]
+        at_least(self.capability, (9, 0))  # a block that is kept has the size of this card
+        return [KeptWorkspace("cublas", self.cublas_bytes)]
 
     def lt_workspace(self) -> list[Step]:
         if self.torch_version >= (2, 15) or self.torch_version < (2, 9):

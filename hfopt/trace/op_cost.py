@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from hfopt.schema import OpCost
+from hfopt.trace.vision_windows import launches_of
 
 if TYPE_CHECKING:
-    from hfopt.trace.recorder import Trace
+    from hfopt.trace.events import Trace
 
 
 Kind = Literal["matmul", "attention", "conv", "elementwise", "reduction", "embedding", "optimizer", "copy", "other"]
@@ -253,7 +254,9 @@ def _attention(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, A
     pairs = share * batch * heads * queries * k.shape[-2]
     flops = 2.0 * pairs * (width + v.shape[-1]) * (2.5 if backward else 1.0)
     results = [tensor for tensor in _tensors(out) if tensor.is_floating_point()]
-    return Cost("attention", flops, float(_moved(tensors) + _moved(results)), _dtype(tensors), (queries, k.shape[-2], width, batch * heads))
+    moved, launches = float(_moved(tensors) + _moved(results)), launches_of(q.shape)
+    shape = (queries, k.shape[-2], width, batch * heads // launches)
+    return Cost("attention", flops / launches, moved / launches, _dtype(tensors), shape, launches=launches)
 
 
 def _convolution(name: str, args: Sequence[Any], outputs: Sequence[torch.Tensor]) -> Cost | None:

@@ -20,14 +20,14 @@ import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.trace.cuda_allocations import CTC, ctc_output, order_on_cuda
+from hfopt.trace.events import FREED, Category, Phase, Trace, Where
 from hfopt.trace.fake_values import Values
 from hfopt.trace.fast_fake import FastFake
 from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels, SizedTemporary
@@ -74,50 +74,12 @@ class ModuleNames:
         return self._module_at[at] if at >= 0 else ""
 
 
-Phase = Literal["load", "forward", "backward", "optimizer", "evaluation"]
-Category = Literal["weights", "gradients", "optimizer", "activations", "logits", "inputs", "temporaries"]
-
-FREED = -1
 _HOST = -1
 
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add.Tensor
 _HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.default)
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """What ran when a block was taken."""
-
-    phase: Phase
-    module: str
-    op: str
-
-
-@dataclass(slots=True)
-class Trace:
-    """One recorded run: events in order, each (block, bytes or FREED, index into places)."""
-
-    batch: int
-    events: list[tuple[int, int, int]] = field(default_factory=list)
-    formulas: dict[int, Formula] = field(default_factory=dict)  # by event: sizes that are no affine function of the batch
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by event, of tensors with several dimensions
-    places: list[Where] = field(default_factory=list)
-    categories: dict[int, Category] = field(default_factory=dict)  # by block
-    costs: list[tuple[Phase, str, Any]] = field(default_factory=list)  # phase, op and cost of each kernel while `costing` is on
-    marks: dict[str, int] = field(default_factory=dict)  # named moments, as event indices
-    streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
-
-    def sort_frees(self) -> None:
-        """Blocks freed one after the other leave the same free memory in any order; sorted, two traces compare. Marks stay between."""
-        start = 0
-        events, marked = self.events, set(self.marks.values())
-        for index, (_, size, _) in enumerate([*events, (0, 0, 0)]):
-            if size != FREED or index in marked:
-                if index - start > 1:
-                    events[start:index] = sorted(events[start:index])
-                start = index if size == FREED else index + 1
 
 
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]

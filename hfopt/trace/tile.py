@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfopt.trace.kernel_sizes import Formula
+from hfopt.trace.kernel_sizes import TILE, Formula
 
 if TYPE_CHECKING:
     from hfopt.trace.op_cost import Cost
@@ -31,7 +31,7 @@ class Tile:
 
     def size(self, tensor: torch.Tensor, size: int) -> Formula | None:
         """How many bytes a tensor of the tile takes at any batch size; None for a tensor that is not of the tile."""
-        return Formula("tile", (self.total, self.most, size // self.rows)) if self.rows in tensor.shape else None
+        return Formula(TILE, (self.total, self.most, size // self.rows)) if self.rows in tensor.shape else None
 
     def whole(self, cost: Cost, tensors: Sequence[Any]) -> Cost:
         """The cost of all tiles, from that of the one that was run."""

@@ -25,11 +25,13 @@ from hfopt.compat.transformers_patches import assignments_by_shape, checkpoints_
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_autocast import cuda_rules
+from hfopt.trace.events import Trace
 from hfopt.trace.fake_values import Values, attach
 from hfopt.trace.fast_fake import FastFake
 from hfopt.trace.kernel_sizes import Kernels
-from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, Trace
+from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder
 from hfopt.trace.tiled_head import tiled_heads
+from hfopt.trace.vision_windows import grouped_windows
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
@@ -100,6 +102,7 @@ class TraceSession:
         for tensor in tree_leaves(batch):
             if isinstance(tensor, torch.Tensor):
                 self.recorder.take(tensor, category, "to_device")
+        self.recorder.classify(tree_leaves(batch), category)
         return batch
 
     @contextlib.contextmanager
@@ -234,7 +237,7 @@ def _forget_answers(model: Any) -> None:
 @contextlib.contextmanager
 def _read_as_in_a_run(values: Values) -> Iterator[None]:
     """Code that reads tensors on the host gets the values that are known, or an answer of the right shape."""
-    with masks_read(), assignments_by_shape(), unvalidated_distributions(), lists_of_scalars(values.read):
+    with masks_read(), assignments_by_shape(), unvalidated_distributions(), lists_of_scalars(values.read), grouped_windows():
         yield
 
 

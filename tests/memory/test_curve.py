@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.timeline import Timeline
-from hfopt.trace.recorder import Where
+from hfopt.memory.timeline import AffineFormula, Timeline
+from hfopt.trace.events import Where
+from hfopt.trace.kernel_sizes import TILE
 from hfopt.units import MIB
 
 CONTEXT = 100 * MIB
@@ -55,3 +58,33 @@ def test_the_largest_batch_counts_what_is_cached() -> None:
     assert curve.largest_batch(budget) == 20  # 22 MiB a sample
     assert curve.largest_batch(budget, giving_back=True) == 36  # 12 MiB a sample
     assert curve.peak(20).device_bytes <= budget
+
+
+def with_a_tile(*, micro_batches: int) -> MemoryCurve:
+    """Two steps of so many batches, each with a tile of 64 rows of 1 MiB a sample, at most 640 rows."""
+    blocks = [number for block in range(1, 2 * micro_batches + 1) for number in (block, block)]
+    marks = {f"step_{step}": 2 * micro_batches * step for step in range(2)} | {"end": len(blocks)}
+    marks |= {f"step_{step}_micro_{micro}": 2 * (micro_batches * step + micro) for step in range(2) for micro in range(micro_batches)}
+    tile = AffineFormula(TILE, ((0, 64), (640, 0), (MIB, 0)))
+    timeline = Timeline(
+        blocks=np.array(blocks),
+        is_free=np.array([False, True] * (2 * micro_batches)),
+        constants=np.zeros(len(blocks)),
+        slopes=np.zeros(len(blocks)),
+        places=[Where("forward", "head", "op")],
+        place_of=np.zeros(len(blocks), dtype=np.int64),
+        categories={},
+        marks=marks,
+        formulas=dict.fromkeys(range(0, len(blocks), 2), tile),
+    )
+    return MemoryCurve(timeline, CONTEXT, goes_on=True)
+
+
+@pytest.mark.parametrize(("micro_batches", "tiles"), [(1, 60 + 64), (2, 56 + 60 + 64)])
+def test_a_fuller_batch_finds_no_room_in_the_tile_of_the_one_before(micro_batches: int, tiles: int) -> None:
+    curve = with_a_tile(micro_batches=micro_batches)
+    assert curve.replay(1).reserved_bytes == 64 * MIB
+    uneven = replace(curve, uneven=True, _replays={})
+    assert uneven.replay(1).reserved_bytes == tiles * MIB
+    assert uneven.replay(1).allocated_bytes == curve.replay(1).allocated_bytes
+    assert uneven.replay(12).reserved_bytes == 640 * MIB  # a full tile is as large with a few rows less in the batch

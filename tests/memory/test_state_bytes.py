@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hfopt.compat import installed_torch
 from hfopt.memory.rough_estimate import counted, depths_of, rough_step
 from hfopt.memory.state_bytes import count_parameters, deeper_count, state_bytes
 from hfopt.memory.step_memory import traced
@@ -29,6 +30,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+WORKSPACE_BYTES = (9 if installed_torch() >= (2, 14) else 2 * 9) * MIB
+"""Of cuBLAS, much beside so small a model; before torch 2.14 the backward's thread kept one of its own, through the update too."""
+
+
 def workload(tmp_path: Path, name: str, layers: int | None = None, **spec: Any) -> Workload:
     fields = {**MODELS[name], **({"num_hidden_layers": layers} if layers else {})}
     (tmp_path / "config.json").write_text(json.dumps(fields))
@@ -42,8 +47,7 @@ def test_the_bound_is_never_above_the_trace(tmp_path: Path, name: str, optim: st
     settings = StepSettings(optim=optim)
     least = state_bytes(counted(work), settings).total_bytes
     peak = traced(work, settings).curve.peak(1)
-    workspace = 9 * MIB  # of cuBLAS, much beside so small a model
-    assert 0.2 * (peak.allocated_bytes - workspace) < least <= peak.allocated_bytes
+    assert 0.2 * (peak.allocated_bytes - WORKSPACE_BYTES) < least <= peak.allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -99,5 +103,6 @@ def test_a_rough_step_is_near_the_trace(tmp_path: Path, optim: str, accumulation
     shallow = [work.with_layers(layers) for layers in (1, 3)]
     step = rough_step([one for one in shallow if one is not None], work.layers, settings, 2)
     exact = traced(work, settings).curve.peak(2).allocated_bytes
-    assert step.allocated_bytes(settings) == pytest.approx(exact, rel=0.05)
+    found = step.allocated_bytes(settings)
+    assert 0.95 * found <= exact <= 1.05 * found + (WORKSPACE_BYTES if installed_torch() < (2, 14) else 0)
     assert step.device_bytes(settings) > step.allocated_bytes(settings) + step.context_bytes

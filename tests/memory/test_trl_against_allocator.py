@@ -14,7 +14,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trl_accuracy.py"
 
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
-@pytest.mark.parametrize("title", ["SFT LoRA llama", "DPO qwen2", "SFT packed llama", "GRPO beta qwen3", "Seq2Seq bart"])
+@pytest.mark.parametrize(
+    "title", ["SFT LoRA llama", "DPO qwen2", "SFT packed llama", "GRPO beta qwen3", "Seq2Seq t5", "SFT padding-free gemma2"]
+)
 def test_yaml_live_and_virtual_agree(title: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
     command = [sys.executable, str(BENCHMARK), "--only", title, "--cache", str(tmp_path)]
@@ -23,3 +25,4 @@ def test_yaml_live_and_virtual_agree(title: str, tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["complete"] == result["n"] == 1, done.stdout
     assert all(result[f"{pair}, most %"] <= 2 for pair in ("yaml to live", "yaml to virtual", "live to virtual")), done.stdout
+    assert result["reserved, most under %"] <= 3, done.stdout

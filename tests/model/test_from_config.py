@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from hfopt.errors import WorkloadError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
-from hfopt.schema import DataSpec, ModelSpec, StepSettings, Task
+from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Task
 
 Tiny = Callable[..., str]
 
@@ -150,7 +153,7 @@ def test_attention_implementation_is_taken(tiny: Tiny) -> None:
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(("model_type", "length", "limit"), [("bert", 65, 64), ("roberta", 65, 64), ("gpt2", 100, 64), ("llama", 4096, 64)])
+@pytest.mark.parametrize(("model_type", "length", "limit"), [("bert", 65, 64), ("roberta", 65, 64), ("gpt2", 100, 64)])
 def test_a_text_longer_than_the_positions_is_refused(tiny: Tiny, model_type: str, length: int, limit: int) -> None:
     name = tiny(model_type)
     with pytest.raises(WorkloadError, match=f"{length} tokens is over the model's {limit} positions"):
@@ -242,6 +245,25 @@ def test_a_weight_type_that_is_none_is_said(tiny: Tiny) -> None:
         from_spec(ModelSpec(name=tiny("bert"), weights_dtype="int7"), DataSpec())
 
 
+def test_an_image_holds_a_patch(tiny: Tiny) -> None:
+    with pytest.raises(WorkloadError, match=r"an image of 1 × 1 pixels holds no patch of \d+ × \d+"):
+        from_spec(ModelSpec(name=tiny("vit")), DataSpec(image_size=1))
+
+
+def test_computed_positions_go_on(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama")), DataSpec(max_length=4096))
+    assert workload.shape.length == 4096
+    assert any(one.value == "4096 tokens, over the model's 64 positions" for one in workload.assumed)
+
+
+def test_a_decoder_reads_source_and_target_in_one_sequence(tiny: Tiny) -> None:
+    data = DataSpec(max_length=24, max_target_length=16, target_follows=True)
+    assert from_spec(ModelSpec(name=tiny("llama")), data).shape.length == 40
+    assert from_spec(ModelSpec(name=tiny("llama")), replace(data, target_follows=False)).shape.length == 24
+    shape = from_spec(ModelSpec(name=tiny("t5")), data).shape
+    assert (shape.length, shape.target_length) == (24, 16)
+
+
 def test_a_number_of_labels_makes_an_encoder_a_classifier() -> None:
     workload = from_spec(ModelSpec(name="google-bert/bert-base-uncased", num_labels=3), DataSpec())
     assert workload.model_class == "BertForSequenceClassification" and any("num_labels: 3" in note for note in workload.notes)
@@ -257,6 +279,21 @@ def test_the_last_layers_alone_train(tiny: Tiny) -> None:
     training = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert training and all(f".layers.{some.layers - 1}." in name for name in training) if some.layers else False
     assert 0 < some.trainable_parameters < whole.trainable_parameters and some.parameters == whole.parameters
+
+
+def test_the_layers_that_train_may_be_wider_than_the_rest(tiny: Tiny) -> None:
+    spec = ModelSpec(name=tiny("llama"), last_layers=1, weights_dtype="bfloat16", widens_trained=True)
+    with torch.device("meta"):
+        model = from_spec(spec, DataSpec()).build_model()
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
+
+
+def test_what_trains_is_among_the_assumptions(tiny: Tiny) -> None:
+    first = from_spec(ModelSpec(name=tiny("llama"), last_layers=-1), DataSpec())
+    assert any((one.what, one.value) == ("trained", "the first 1 layers alone") for one in first.assumed)
+    rotated = from_spec(ModelSpec(name=tiny("llama"), lora=Lora(r=4), stands_for="OFT"), DataSpec())
+    assert any((one.what, one.value) == ("adapter", "OFT (planned as LoRA r=4)") for one in rotated.assumed)
 
 
 def test_a_model_is_planned_like_another_and_that_is_said() -> None:
@@ -277,3 +314,16 @@ def test_weights_beyond_any_memory_are_never_held() -> None:
     model = skeleton(_Experts)
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"} and model.scale.device.type == "cpu"
     assert torch.zeros(4).device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_flash_attention_of_a_model_without_sdpa_is_built(tmp_path: Path, kind: str) -> None:
+    """Softcapping and sinks are in the flash kernels, not in PyTorch's: its own stands for them in a trace."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    more = {"head_dim": 16, "vocab_size": 100, "num_local_experts": 2, "num_experts_per_tok": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes, **more}))
+    spec = ModelSpec(name=str(tmp_path), task="causal_lm", attn_implementation="flash_attention_2")
+    workload = from_spec(spec, DataSpec(max_length=16))
+    assert workload.parameters > 0
+    with pytest.raises(WorkloadError, match="scaled_dot_product_attention"):  # as it was, afterwards
+        from_spec(replace(spec, attn_implementation="sdpa"), DataSpec(max_length=16))

@@ -338,6 +338,17 @@ def test_a_stream_of_equal_samples_is_looked_at_and_one_of_unequal_ones_is_not()
     assert longest_samples(iter([])) is None and longest_samples([]) is None
 
 
+@pytest.mark.parametrize("as_column", [True, False])
+def test_padding_is_there_where_most_samples_were_cut_to_one_length(as_column: bool) -> None:
+    from datasets import Dataset
+
+    samples = [{"input_ids": [1] * length} for length in (9, 9, 4, 9, 7, 9, 9)]
+    found = longest_samples(Dataset.from_list(samples) if as_column else samples)
+    assert found is not None and found.shorter == {"input_ids": [1] * 7}
+    alike = longest_samples(samples[:2])
+    assert alike is not None and alike.shorter is None
+
+
 def test_lengths_come_from_a_column_of_lengths_too() -> None:
     from datasets import Dataset
 

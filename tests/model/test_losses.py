@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
-from hfopt.schema import DataSpec, Lora, ModelSpec
+from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 
 Tiny = Callable[..., str]
 DATA = DataSpec(max_length=16)
@@ -83,6 +84,18 @@ def test_reward_scores_both_of_a_pair(tiny: Tiny) -> None:
     model, loss = _loss(workload, 2)
     loss.backward()
     assert model.score.out_features == 1 and torch.isfinite(loss)
+
+
+def test_a_value_head_makes_logits_too(tiny: Tiny) -> None:
+    """As LLaMA-Factory's reward models do: they stand on a causal model."""
+    plain, valued = (from_spec(ModelSpec(name=tiny("llama"), task=task), DATA, trainer="Reward") for task in (None, "causal_lm"))
+    assert valued.model_class == "LlamaForCausalLM" and set(valued.make_batch(2)) == {"input_ids", "attention_mask"}
+    model, loss = _loss(valued, 2)
+    loss.backward()
+    assert torch.isfinite(loss) and model.lm_head.weight.grad is None, "no loss asks for the logits"
+    peaks = [estimate(one, StepSettings()).curve.peak(64).allocated_bytes for one in (plain, valued)]
+    logits = 4 * 2 * 64 * 16 * model.config.vocab_size
+    assert peaks[1] - peaks[0] > logits / 2
 
 
 @pytest.mark.parametrize(("trainer", "words"), [("KTO", "KL term"), ("GRPO", "generation")])

@@ -27,6 +27,21 @@ def test_a_re_upload_is_taken_for_its_namesake_and_that_is_said() -> None:
     assert source.fields["model_type"] == "llama" and "meta-llama/Llama-3.2-1B-Instruct" in (source.note or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "taken_for", "said"),
+    [
+        ("unsloth/llama-3-8b-bnb-4bit", "meta-llama/Meta-Llama-3-8B", None),
+        ("some-mirror/Qwen2.5-7B-Instruct-unsloth-bnb-4bit", "Qwen/Qwen2.5-7B-Instruct", None),
+        ("acme/Meta-Llama-3-8B-Instruct-AWQ", "meta-llama/Meta-Llama-3-8B-Instruct", "how AWQ packs its weights is not modelled"),
+        ("acme/Meta-Llama-3-8B-Instruct-AQLM-2Bit-1x16", "meta-llama/Meta-Llama-3-8B-Instruct", "how AQLM packs"),
+    ],
+)
+def test_a_packed_model_is_the_one_it_was_made_from(name: str, taken_for: str, said: str | None) -> None:
+    note = find_config(name).note or ""
+    assert f"taken for {taken_for} by its name" in note
+    assert (said is None) == ("not modelled" not in note) and (said or "") in note
+
+
 def test_a_slip_gets_a_suggestion() -> None:
     with pytest.raises(WorkloadError, match="Did you mean google-bert/bert-base-uncased"):
         find_config("bert-base-uncassed")

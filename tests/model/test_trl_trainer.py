@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
+from hfopt.facts.argument_effects import unseen
+from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.model.trl_trainer import carried_trainer
-from hfopt.schema import DataSpec, Lora, ModelSpec, Workload
+from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Workload
 
 pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
 Tiny = Callable[..., str]
@@ -103,10 +105,18 @@ def test_lengths_come_from_the_installed_config_where_none_is_stated(tiny: Tiny)
     assert any("completions of 100 tokens after prompts of 512" in note for note in workload.notes)
 
 
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_completions_of_any_length_are_traced(tiny: Tiny, kind: str) -> None:
+    """Beyond a thousand numbers no values are kept, and the metrics ask which of them are NaN."""
+    name = tiny("llama", max_position_embeddings=4096)
+    workload = from_spec(ModelSpec(name=name), DataSpec(max_length=1300), trainer=kind, trl_arguments={"max_completion_length": 1200})
+    assert estimate(workload, StepSettings(precision="bf16")).curve.peak(2).device_bytes > 0
+
+
 def test_what_is_not_in_the_figures_is_said(tiny: Tiny) -> None:
-    notes = _made("SFT", tiny("llama"), activation_offloading=True, assistant_only_loss=True).notes
-    assert any("activation_offloading is not in the figures" in note for note in notes)
-    assert any("assistant_only_loss" in note for note in notes)
+    args = {"activation_offloading": True, "assistant_only_loss": True}
+    notes = (*unseen(args, "SFT"), *_made("SFT", tiny("llama"), **args).notes)
+    assert all(sum(key in note for note in notes) == 1 for key in args), "once, not twice"
 
 
 def test_arguments_that_trl_refuses_end_in_its_own_sentence(tiny: Tiny) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.trace.cuda_allocations import _backward_tile, efficient_forward, flash_backward
+from hfopt.trace.cuda_allocations import efficient_forward, flash_backward
 from hfopt.trace.cuda_attention import Attention
-from hfopt.trace.kernel_sizes import Formula, Kernels
+from hfopt.trace.kernel_sizes import Formula, Kernels, efficient_tile
 
 
 def _heads(dtype: torch.dtype, width: int = 64) -> torch.Tensor:
@@ -110,4 +110,4 @@ def test_wide_heads_accumulate_in_float32(dtype: torch.dtype, width: int, taken:
     ],
 )
 def test_the_tile_of_the_efficient_backward(half: bool, width: int, capability: tuple[int, int], tile: tuple[int, int, bool]) -> None:
-    assert _backward_tile(half, width, capability) == tile
+    assert efficient_tile(half, width, bool(Kernels(capability=capability).roomy)) == tile

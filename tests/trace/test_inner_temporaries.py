@@ -79,3 +79,11 @@ def test_placeholders_are_replaced_through_a_running_count_over_the_mask() -> No
 def test_a_mask_is_counted_in_int64() -> None:
     mask, out = torch.empty(100, 7, dtype=torch.bool, device="meta"), torch.empty((), dtype=torch.long, device="meta")
     assert _bytes(RULES[torch.ops.aten.sum.default](KERNELS, (mask,), {}, out), out) == [8 * 700, "out"]
+
+
+def test_softmax_multiplies_gradient_and_output_apart() -> None:
+    """Seen on the virtual GPU: 8 × 1536 × 1536 in float32 beside the gradient of Gemma-2's eager attention over one row of samples."""
+    gradient = torch.empty(1, 8, 48, 48)
+    out, product = RULES[torch.ops.aten._softmax_backward_data.default](KERNELS, (gradient, gradient, -1, torch.float32), {}, gradient)
+    assert out is gradient and isinstance(product, Formula)
+    assert (product.name, product.bytes()) == ("product", 8 * 48 * 48 * 4)
