@@ -130,18 +130,20 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
     needed = math.ceil(MARGIN * wait_share)
     workers = min(needed, limit)
     prefetch = _prefetch(demand, cost, workers)
+    by_cores = workers
     workers, prefetch = _within_ram(workers, prefetch, demand, host)
     if workers == 0:
         return _inline(demand, cost, wait_share, reason="the free RAM does not hold a worker and its queue")
     rate = format_rate(demand.samples_per_s, "samples")
     origin = "measured" if cost.measured else "typical for this data"
-    reason = (
-        f"the step takes {rate} and a core makes {format_rate(1 / cost.mean_s, 'samples')} ({origin}): {needed} worker(s) with a margin"
-    )
+    count = f"{needed} worker{'' if needed == 1 else 's'}"
+    reason = f"the step needs {rate} and a core makes {format_rate(1 / cost.mean_s, 'samples')} ({origin}): {count} with a margin"
     if cost.busy_share < WAITING:
         reason += f"; it waits {100 * (1 - cost.busy_share):.0f} % of that time, so workers share the cores"
     if needed > workers:
-        reason += f"; only {workers} of the {host.cores:g} cores can be spared, so the loader will hold the step back"
+        what = "the free RAM holds" if workers < by_cores else f"{_cores(host, demand)} can run"
+        so = "so the loader will hold the step back" if workers < wait_share else "without the margin"
+        reason += f"; {what} only {workers}, {so}"
     return LoaderPlan(
         workers=workers,
         prefetch_factor=prefetch,
@@ -152,6 +154,11 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
         measured=cost.measured,
         reason=reason,
     )
+
+
+def _cores(host: Host, demand: Demand) -> str:
+    shared = f" shared by {demand.ranks_on_node} ranks" if demand.ranks_on_node > 1 else ""
+    return f"{host.cores:g} core{'' if host.cores == 1 else 's'}{shared}"
 
 
 def fed(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_on_node: int = 1) -> StepTime:
@@ -179,7 +186,7 @@ def fed(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_o
 
 def _inline(demand: Demand, cost: SampleCost, wait_share: float, reason: str | None = None) -> LoaderPlan:
     batch_s = cost.mean_s * demand.micro_batch
-    text = reason or f"preparing a batch takes {format_seconds(batch_s)}, {100 * wait_share:.1f} % of the step: workers would not pay"
+    text = reason or f"preparing a batch takes {format_seconds(batch_s)}, {100 * wait_share:.1f} % of the step: workers would gain nothing"
     return LoaderPlan(
         workers=0,
         prefetch_factor=None,

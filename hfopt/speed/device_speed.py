@@ -19,8 +19,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from hfopt.compat import installed_torch
 from hfopt.schema import Gpu
 from hfopt.speed.board_power import Board, board_of
@@ -118,6 +116,8 @@ REPEATS = 5
 
 def cpu_speed() -> Speed:
     """Measured now, with the threads torch would use."""
+    import torch
+
     left, right = torch.rand(512, 512), torch.rand(512, 512)
     flops = 2 * 512**3 / _best(lambda: left @ right)
     source = torch.rand(4 << 20)
@@ -141,6 +141,8 @@ def cpu_speed() -> Speed:
 
 
 def _tiny_op_s() -> float:
+    import torch
+
     one = torch.zeros(8)
 
     def many() -> None:

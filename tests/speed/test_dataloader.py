@@ -110,3 +110,12 @@ def test_sleeping_is_waiting_and_computing_is_not() -> None:
 def test_data_that_cannot_be_indexed_is_not_measured() -> None:
     assert measure_cost(iter([1, 2]), list) is None
     assert measure_cost([], list) is None
+
+
+def test_what_limits_the_workers_is_named_and_no_core_is_spared_twice() -> None:
+    """'only 8 of the 2 cores can be spared' was said of workers that wait."""
+    two_cores = Host(cores=2, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)
+    waiting = plan_loader(demand(5000), replace(cost(8e-3), busy_share=0.01), two_cores)
+    assert waiting.workers == 8 and "2 cores can run only 8, so the loader will hold the step back" in waiting.reason
+    little = Host(cores=32, ram_bytes=4 * GIB, ram_free_bytes=4 * GIB)
+    assert "the free RAM holds only 2" in plan_loader(demand(5000), cost(8e-3), little).reason

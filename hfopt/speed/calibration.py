@@ -1,0 +1,157 @@
+"""What a device reached when it was measured here, instead of what a table says of its kind: `hfopt calibrate`.
+
+A few kernels (matrix products by dtype, a large copy, a reduction, many tiny operations) and a few steps of a real Trainer, whose time
+says what the host needs for each launch. Kept in the cache folder, one file per device, and used by later plans for the same device
+under the same version of torch; a calibration of another card, CPU or torch is named and left alone. Rates were measured at whatever
+clock the card sustained, so no power rule is applied on top of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hfopt.compat import package_version
+from hfopt.files import location, write_private
+from hfopt.schema import Gpu, Host
+from hfopt.speed.device_speed import HostCost, Speed
+
+FORMAT = 1
+CPU = "CPU"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """One device's figures. As JSON it is also a row that can be sent in."""
+
+    device: str  # the catalog's name of the card, or the CPU's own
+    kind: str  # cuda or cpu
+    torch: str
+    transformers: str | None
+    cpu_name: str | None
+    cores: float
+    threads: int | None  # of torch on the CPU
+    date: str
+    matmul_flops: Mapping[str, float]  # by arithmetic
+    memory_bytes_per_s: float
+    reduction_bytes_per_s: float
+    op_s: float  # one tiny operation, launched and done
+    launch_scale: float | None = None  # of a card: what a launch in the Trainer's steps took, against the table's; None: not known
+    step_scale: float | None = None  # of a CPU, where host and device are one: the Trainer's step against its prediction by these kernels
+    trainer_step_s: float | None = None  # of the step that it was found from
+    predicted_step_s: float | None = None  # of the same step, before
+    measured_step: str | None = None  # which step that was
+    power_limit_w: float | None = None
+    driver: str | None = None
+    format: int = field(default=FORMAT)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @property
+    def words(self) -> str:
+        return f"as `hfopt calibrate` measured {'it' if self.kind == 'cuda' else 'this CPU'} on {self.date} with torch {self.torch}"
+
+
+def folder() -> Path:
+    return location("calibration")
+
+
+def stored() -> tuple[Calibration, ...]:
+    """Every calibration that was kept and can be read, by device."""
+    found = [_read(path) for path in sorted(folder().glob("*.json"))] if folder().is_dir() else []
+    return tuple(one for one in found if one is not None)
+
+
+def keep(calibration: Calibration) -> Path:
+    """Writes it in place of an earlier one of the same device. Raises OSError."""
+    path = folder() / f"{calibration.kind}-{_slug(calibration.device)}.json"
+    write_private(path, calibration.to_json())
+    return path
+
+
+def clear() -> int:
+    """Removes all; the number there was."""
+    paths = list(folder().glob("*.json")) if folder().is_dir() else []
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+def from_json(text: str) -> Calibration | None:
+    """None where it is none, or one of another format."""
+    try:
+        data: Any = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        return None
+    try:
+        made = Calibration(**data)
+    except TypeError:
+        return None
+    numbers = (made.memory_bytes_per_s, made.reduction_bytes_per_s, made.op_s, *_values(made.matmul_flops))
+    sound = "fp32" in made.matmul_flops and all(isinstance(value, int | float) and value > 0 for value in numbers)
+    scales = [scale for scale in (made.launch_scale, made.step_scale) if scale is not None]
+    return made if sound and all(isinstance(scale, int | float) and scale > 0 for scale in scales) else None
+
+
+def unfit(calibration: Calibration, *, threads: int | None = None) -> str | None:
+    """Why it is not used with what is installed here; None: it is."""
+    torch = package_version("torch")
+    if calibration.torch != torch:
+        return f"made with torch {calibration.torch}, {torch} is installed"
+    if calibration.kind == "cpu" and threads is not None and calibration.threads != threads:
+        return f"made with {calibration.threads} threads, {threads} are in use"
+    return None
+
+
+def for_device(gpu: Gpu | None, host: Host, *, threads: int | None = None) -> tuple[Calibration | None, str | None]:
+    """(the one to use, a remark on one that is there and is not used)."""
+    kind, name = ("cpu", host.cpu_name or CPU) if gpu is None else ("cuda", gpu.catalog_name or gpu.name)
+    found = next((one for one in stored() if (one.kind, one.device) == (kind, name)), None)
+    why_not = None if found is None else unfit(found, threads=threads)
+    if found is None or why_not is None:
+        return found, None
+    return None, f"a calibration of {name} is not used: {why_not}; run `hfopt calibrate` again"
+
+
+def calibrated(speed: Speed, made: Calibration) -> Speed:
+    """The device with its own figures; what was not measured (attention's and convolutions' share, links) stays."""
+    slower = made.step_scale or 1.0
+    return replace(
+        speed,
+        matmul_flops={**speed.matmul_flops, **{name: rate / slower for name, rate in made.matmul_flops.items()}},
+        memory_bytes_per_s=made.memory_bytes_per_s / slower,
+        reduction_bytes_per_s=made.reduction_bytes_per_s / slower,
+        host=scaled(speed.host, (made.launch_scale or 1.0) * slower),
+        board=None,
+    )
+
+
+def scaled(host: HostCost, factor: float) -> HostCost:
+    return HostCost(
+        forward_s=host.forward_s * factor,
+        backward_s=host.backward_s * factor,
+        optimizer_s=host.optimizer_s * factor,
+        sync_s=host.sync_s * factor,
+        step_s=host.step_s * factor,
+    )
+
+
+def _values(figures: object) -> tuple[Any, ...]:
+    return tuple(figures.values()) if isinstance(figures, Mapping) else ("none",)
+
+
+def _read(path: Path) -> Calibration | None:
+    try:
+        return from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")[:80]
