@@ -85,11 +85,6 @@ _QUIET = {
 }
 
 
-def evaluates(args: Mapping[str, Any]) -> bool:
-    """Does a run with these arguments evaluate?"""
-    return args.get("eval_strategy", "no") not in ("no", None, False) or args.get("do_eval") is True
-
-
 def training_arguments(
     job: TrainJob,
     candidate: Candidate,
@@ -101,7 +96,7 @@ def training_arguments(
     evaluation: EvaluationPeak | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for TrainingArguments; keys this version does not have are left out. evaluation: instead of the job's own."""
-    chosen = {key: value for key, value in job.args.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
+    chosen = {key: value for key, value in job.raw.items() if key in _KEPT} | _QUIET | _precision(candidate, device)
     chosen |= {
         "output_dir": output_dir,
         "max_steps": steps,
@@ -129,7 +124,7 @@ def _precision(candidate: Candidate, device: Device) -> dict[str, Any]:
 
 
 def _checkpointing(job: TrainJob, candidate: Candidate) -> dict[str, Any]:
-    options = dict(job.args.get("gradient_checkpointing_kwargs") or {})
+    options = dict(job.raw.get("gradient_checkpointing_kwargs") or {})
     options.pop("every_n_layers", None)
     options["use_reentrant"] = candidate.checkpointing.use_reentrant
     if candidate.checkpointing.every_n_layers > 1:
@@ -219,9 +214,7 @@ def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Pa
 
 def _order(job: TrainJob, device: Device, extent: Extent, folder: Path) -> IO[bytes]:
     """Writes what is known already, and returns where the candidate goes: a named pipe, open on both ends so that writing never blocks."""
-    plain = replace(
-        job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides))
-    )  # read-only views do not travel
+    plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))  # read-only views do not travel
     (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": device, "extent": extent}))
     pipe = folder / "candidate"
     os.mkfifo(pipe)
@@ -230,7 +223,7 @@ def _order(job: TrainJob, device: Device, extent: Extent, folder: Path) -> IO[by
 
 def _facts(folder: Path, ended: child_process.Ended, log: Path, timeout_s: float) -> Mapping[str, Any]:
     if ended.reason == "timeout":
-        return {"outcome": "timeout", "message": f"the dry run was ended at its limit of {format_seconds(timeout_s)}"}
+        return {"outcome": "timeout", "message": f"its time limit is {format_seconds(timeout_s)}"}
     try:
         facts: Mapping[str, Any] = json.loads((folder / "trial.json").read_text())
     except (OSError, ValueError):

@@ -24,11 +24,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from hfopt import files
+from hfopt.compat.versions import package_version
 from hfopt.errors import WorkloadError
-from hfopt.facts.loss_rule import REMEDY
 from hfopt.schema import DataSpec, Neutrality, TrainJob, Workload
 
 _MOST: tuple[tuple[str, int], ...] = (
@@ -109,7 +107,7 @@ def has_image_size(fields: Mapping[str, Any]) -> bool:
 _SAMPLES, _SPLIT = 8, 4
 _TOLERANCE = 0.01
 """Equal gradients agree to about 1e-6 in float32, a missing division is off by k - 1: anything between is a loss over the batch."""
-_VERSION = 3  # of the probe: part of the cache's key
+_VERSION = 4  # of the probe: part of the cache's key
 _SMALL_DATA = DataSpec(max_length=16, max_target_length=8, audio_seconds=0.5)
 _MOST_CUSTOM_PARAMETERS = 5_000_000
 _CANNOT_STEP = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError)
@@ -121,27 +119,32 @@ def probe(job: TrainJob, workload: Workload | None = None) -> Neutrality | None:
 
     workload: the job's own, when the caller has it; then a cached answer needs no model at all.
     """
-
-    from hfopt.model.from_config import from_job
-
     if workload is None:
+        from hfopt.model.from_config import from_job
+
         workload = from_job(job)
-    place = _cached_at(job, workload, transformers.__version__)
+    version = package_version("transformers") or ""
+    place = _cached_at(job, workload, version)
     if place is not None and (known := _read(place)) is not None:
         return known
-    small = _tiny_workload(job, workload)
-    if small is None:
-        return None
-    try:
-        answer = _answer(small, workload, job, transformers.__version__)
-    except _CANNOT_STEP:
-        return None
+    answer = _probed(job, workload, version)
     if place is not None and answer is not None:
         _write(place, answer)
     return answer
 
 
+def _probed(job: TrainJob, workload: Workload, version: str) -> Neutrality | None:
+    small = _tiny_workload(job, workload)
+    if small is None:
+        return None
+    try:
+        return _answer(small, workload, job, version)
+    except _CANNOT_STEP:
+        return None
+
+
 def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
+    import transformers
 
     from hfopt.model.from_config import from_job
     from hfopt.model.sources import find_config
@@ -172,7 +175,7 @@ def _answer(small: Workload, workload: Workload, job: TrainJob, version: str) ->
 
     from hfopt.probe.step_gradients import gradient_ratio
 
-    settings = {key: job.args[key] for key in ("label_smoothing_factor",) if key in job.args}
+    settings = {"label_smoothing_factor": job.settings.label_smoothing} if job.settings.label_smoothing else {}
     measured = gradient_ratio(small, samples=_SAMPLES, split=_SPLIT, arguments=settings)
     if measured is None:
         return None
@@ -193,6 +196,8 @@ def _reason(workload: Workload, neutral: bool, fixable: bool, ratio: float) -> s
     if neutral:
         return f"{workload.model_class}: {_SAMPLES} samples at once and in {_SPLIT} micro-batches give the same gradients"
     if fixable:
+        from hfopt.facts.loss_rule import REMEDY
+
         return (
             f"{workload.model_class}: with {_SPLIT} micro-batches the Trainer makes gradients {ratio:.2f} times as large, because the head "
             f"ignores num_items_in_batch and the Trainer leaves the division to it; {REMEDY}"
@@ -205,7 +210,7 @@ def _cached_at(job: TrainJob, workload: Workload, version: str) -> Path | None:
     """The user's own code is not cached: it may change under the same name."""
     if workload.task == "custom" or job.model.trust_remote_code:
         return None
-    loss = (job.trainer, _trl_version() if job.uses_trl else None, str(job.args.get("loss_type")), job.args.get("label_smoothing_factor"))
+    loss = (job.trainer, _trl_version() if job.uses_trl else None, str(job.settings.loss_type), job.settings.label_smoothing)
     facts = (_VERSION, job.model.lora is not None, loss)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return files.location("neutrality") / f"{workload.model_class}-{version}-{key}.json"
@@ -220,6 +225,7 @@ def _trl_version() -> str | None:
 
 def _read(place: Path) -> Neutrality | None:
     try:
+        files.check_own(place)
         known: Mapping[str, Any] = json.loads(place.read_text())
         return Neutrality(**known)
     except (OSError, ValueError, TypeError):

@@ -13,11 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.versions import TorchBuild
 from hfopt.errors import VirtualGpuError
+from hfopt.hardware.torch_kernels import missing_kernels
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import format_bytes, format_seconds
+from hfopt.virtual.build import find_toolchain
 from hfopt.virtual.environment import environment
 
 _ORDER = (
@@ -38,6 +41,10 @@ def rehearse(
 ) -> Rehearsal:
     """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards."""
     words = normal_command(command)
+    built = find_toolchain(_interpreter(words)).torch
+    missing = missing_kernels(gpu, TorchBuild(version=built.version, cuda=built.cuda))
+    if missing is not None:
+        return replace(Rehearsal(**_frame(gpu, count, context_bytes, ())), outcome="unsupported", message=f"not run: {missing}")
     with child_process.scratch_folder() as folder:
         env = environment(gpu, count=count, context_bytes=context_bytes, state=folder / "board", python=_interpreter(words))
         env |= _QUIET | {"HFOPT_REHEARSAL": str(folder), "HFOPT_REHEARSAL_STEPS": str(steps), "HFOPT_VIRTUAL_STRICT": "1"}

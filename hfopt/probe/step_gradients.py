@@ -19,7 +19,7 @@ import transformers
 from hfopt.compat.transformers_patches import undisturbed
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.collated import Collated
-from hfopt.model.losses import loss_of
+from hfopt.model.losses import Pairs, loss_of
 from hfopt.model.trl_trainer import carried_trainer
 from hfopt.schema import Workload
 
@@ -89,7 +89,7 @@ def _gradient(
         trainer.remove_callback(transformers.PrinterCallback)
         if (own := carried_trainer(model)) is not None:
             trainer.model_accepts_loss_kwargs = own.model_accepts_loss_kwargs
-        if divide:
+        if divide or isinstance(workload.make_batch, Pairs):  # a mean over pairs, which LLaMA-Factory's trainers have divided
             trainer.model_accepts_loss_kwargs = False
         trainer.train()
     return torch.cat(kept) if kept else torch.zeros(1)
@@ -109,6 +109,8 @@ def _data(workload: Workload, model: Any, samples: int, *, smoothed: bool) -> _D
     if isinstance(made, Collated):
         return _Data(rows=[_varied_sample(made.samples.longest, config, index) for index in range(samples)], collate=made.collate)
     batch = {name: _varied(name, tensor, config) for name, tensor in made(samples).items()}
+    if isinstance(made, Pairs):
+        return _Data(rows=[_pair(batch, index, samples) for index in range(samples)], collate=_side_by_side)
     if "old_logps" in batch:  # of a policy that knows nothing: others would make the ratio of the two vanish
         batch["old_logps"] = torch.full((samples,), -math.log(_vocabulary(config)) * batch["completion_ids"].shape[1])
     if smoothed:
@@ -154,6 +156,16 @@ def _trainer_class(workload: Workload, model: Any, accumulation: int) -> Any:
             return (loss, {"loss": loss}) if return_outputs else loss
 
     return OwnLoss
+
+
+def _pair(batch: Mapping[str, Any], index: int, samples: int) -> dict[str, Any]:
+    """One sample of a batch whose first half was chosen and whose second was rejected."""
+    return {name: torch.stack((value[index], value[samples + index])) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+
+def _side_by_side(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """All that were chosen, then all that were rejected."""
+    return {name: torch.cat([torch.stack([row[name][half] for row in rows]) for half in (0, 1)]) for name in rows[0]}
 
 
 def _row(value: Any, index: int) -> Any:

@@ -28,7 +28,7 @@ from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_job
 from hfopt.model.losses import REFERENCE
-from hfopt.probe.dry_run import Device, Extent, evaluates, training_arguments
+from hfopt.probe.dry_run import Device, Extent, training_arguments
 from hfopt.schema import Candidate, EvaluationPeak, TrainJob, Workload
 
 _FEW_STEPS = 4
@@ -269,7 +269,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | N
         trainer.train()
         trainer.held = None
         facts |= meter.peaks()
-        if evaluates(order.job.args):
+        if order.job.settings.evaluation.runs:
             meter.reset()
             phase = "the evaluation step"
             trainer.evaluate()

@@ -134,6 +134,7 @@ _NEEDS_NO_DEVICE = re.compile(
     r"^(cudnnGet(Version|CudartVersion|Property|ErrorString|LastErrorString)|ncclGet(Version|ErrorString|LastError))$"
 )
 _BITSANDBYTES_NEEDS = {"cudaMemPrefetchAsync"}
+_TRITON_NEEDS = {"cuTensorMapEncodeIm2col", "cuTensorMapEncodeTiled"}  # linked, and called on cards from 9.0 on for some kernels
 # c10/cuda/driver_api.cpp of torch 2.6 wants all of its names in libcuda.so.1 at once, before it uses one of them.
 _LOOKED_UP_BY_NAME = {
     "cuMemExportToShareableHandle",
@@ -148,7 +149,7 @@ _LOOKED_UP_BY_NAME = {
 # Success with the outputs left unset would be worse than an error.
 _NOT_SUPPORTED = (
     (re.compile(r"^cudnn.*(RNN|CTC|Spatial|Find)"), 3000),
-    (re.compile(r"^cuda(Ipc|Graph|Library|UserObject|StreamBeginCapture|StreamEndCapture)"), 801),
+    (re.compile(r"^cuda(Ipc|Graph|Library|UserObject|StreamBeginCapture)"), 801),
 )
 
 
@@ -164,7 +165,20 @@ def libraries(toolchain: Toolchain) -> Libraries:
     found = Libraries(cuda=place / "libhfopt_cuda.so", nvml=place / "libhfopt_nvml.so")
     if not (found.cuda.exists() and found.nvml.exists()):
         _build_into(place, toolchain)
+    _check_untouched(place, found)
     return found
+
+
+def _check_untouched(place: Path, found: Libraries) -> None:
+    """What is loaded into the user's processes was written by this user, and nobody else could have written to it since."""
+    private = place.lstat().st_mode & 0o077 == 0  # nobody else gets as far as the files
+    for path in (place, found.cuda, found.nvml):
+        status = path.lstat()
+        open_to_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not private
+        if status.st_uid != os.getuid() or stat.S_ISLNK(status.st_mode) or open_to_others:
+            raise VirtualGpuError(
+                f"{path} may have been written by somebody else and is not loaded", hint=f"remove {place}: it is built anew"
+            )
 
 
 def _key(toolchain: Toolchain) -> str:
@@ -185,10 +199,8 @@ def _cache_root() -> Path:
         status = root.stat()
     except OSError as error:
         raise VirtualGpuError(
-            f"cannot use the cache folder {root}: {error.strerror}", hint="set XDG_CACHE_HOME to a folder you can write to"
+            f"cannot use the cache folder {root}: {error.strerror}", hint="set XDG_CACHE_HOME to a folder of your own that you can write to"
         ) from error
-    if status.st_uid != os.getuid():
-        raise VirtualGpuError(f"the cache folder {root} belongs to another user", hint="set XDG_CACHE_HOME to a folder of your own")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         root.chmod(0o700)
     return root
@@ -226,6 +238,7 @@ def _compile(work: Path, toolchain: Toolchain) -> None:
     _run(toolchain.compiler, *flags, "-c", str(stubs), "-o", str(work / "stubs.o"))
     # The sonames are what libcaffe2_nvrtc.so and the dlopen calls of torch and pynvml look for.
     _link(toolchain, work / "libhfopt_cuda.so", "libcuda.so.1", [*cuda, work / "stubs.o"])
+    (work / "libcuda.so.1").symlink_to("libhfopt_cuda.so")  # the name that Triton's driver links (TRITON_LIBCUDA_PATH)
     _link(toolchain, work / "libhfopt_nvml.so", "libnvidia-ml.so.1", [objects[stem] for stem in _NVML_SOURCES])
 
 
@@ -235,7 +248,7 @@ def _link(toolchain: Toolchain, output: Path, soname: str, objects: list[Path]) 
 
 def _stub_source(objects: list[Path], toolchain: Toolchain) -> str:
     defined = {line.split()[-1] for path in objects for line in _run(toolchain.nm, "--defined-only", "-g", str(path)).splitlines() if line}
-    needed = _BITSANDBYTES_NEEDS | _LOOKED_UP_BY_NAME
+    needed = _BITSANDBYTES_NEEDS | _TRITON_NEEDS | _LOOKED_UP_BY_NAME
     for name in _TORCH_LIBRARIES:
         path = toolchain.torch.libraries / name
         if path.exists():

@@ -17,6 +17,7 @@ from pathlib import Path
 from hfopt import files
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
+from hfopt.virtual import compile_tools
 from hfopt.virtual.build import find_toolchain, libraries
 
 SITE = Path(__file__).parent / "site"
@@ -53,7 +54,8 @@ def environment(
     """
     _check(gpu, count)
     assert gpu.capability is not None
-    built = libraries(find_toolchain(python))
+    toolchain = find_toolchain(python)
+    built = libraries(toolchain)
     env = dict(os.environ if base is None else base)
     env.update(
         HFOPT_VIRTUAL_NAME=gpu.name,
@@ -68,6 +70,7 @@ def environment(
         LD_PRELOAD=_joined(f"{built.cuda}:{built.nvml}", env.get("LD_PRELOAD")),
         PYTHONPATH=_joined(f"{FIRST}:{SITE}", env.get("PYTHONPATH")),
     )
+    env.update(compile_tools.variables(toolchain.torch, built.cuda.parent, env, python))
     env.pop("CUDA_VISIBLE_DEVICES", None)  # it names cards of the real machine
     return env
 
@@ -85,9 +88,10 @@ def _joined(first: str, rest: str | None) -> str:
 
 def _new_state() -> Path:
     """A name for the shared file; the library creates it. What a killed launcher left behind is swept here a day later."""
-    folder = files.make_private(files.own_temporary())
-    if folder.stat().st_uid != os.getuid():
-        raise VirtualGpuError(f"{folder} belongs to another user", hint="set TMPDIR to a folder of your own")
+    try:
+        folder = files.make_private(files.own_temporary())
+    except OSError as error:
+        raise VirtualGpuError(f"cannot use {files.own_temporary()}: {error.strerror}", hint="set TMPDIR to a folder of your own") from error
     for old in folder.glob("board-*"):
         try:
             if time.time() - old.stat().st_mtime > _STALE_S:

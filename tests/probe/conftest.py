@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from made_jobs import made_job
 
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
@@ -29,11 +30,11 @@ def tiny_model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny_job(tiny_model: Path) -> TrainJob:
-    return TrainJob(
+    return made_job(
         path=None,
         section=(),
         trainer="Trainer",
-        args={"learning_rate": 1e-4, "save_strategy": "steps", "output_dir": "out"},
+        raw={"learning_rate": 1e-4, "save_strategy": "steps", "output_dir": "out"},
         model=ModelSpec(name=str(tiny_model)),
         data=DataSpec(max_length=32),
         per_device_batch=4,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hfopt.config.settings import with_raw
 from hfopt.errors import DryRunError
 from hfopt.probe import dry_run as module
 from hfopt.probe.dry_run import Extent, Prepared, dry_run
@@ -61,7 +62,7 @@ def test_two_micro_batches_of_a_step_take_what_all_of_them_take(tiny_job: TrainJ
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 def test_a_card_that_is_not_here_is_stood_in_for(tiny_job: TrainJob) -> None:
-    evaluating = replace(tiny_job, args={**tiny_job.args, "eval_strategy": "epoch"})
+    evaluating = with_raw(tiny_job, {**tiny_job.raw, "eval_strategy": "epoch"})
     trial = dry_run(evaluating, replace(CANDIDATE, precision="bf16"), device="virtual", gpu=CARD, context_bytes=200 * MIB, timeout_s=200)
     assert trial.outcome == "ok", trial.message
     assert trial.step_s is None and trial.data_wait_s is None
@@ -90,7 +91,7 @@ def test_a_model_that_cannot_be_built_is_told_in_one_sentence(tiny_job: TrainJob
 
 def test_a_hanging_child_is_ended_at_the_limit(tiny_job: TrainJob, scratch: Path) -> None:
     trial = dry_run(tiny_job, CANDIDATE, device="cpu", timeout_s=0.3)
-    assert (trial.outcome, trial.message) == ("timeout", "the dry run was ended at its limit of 300.0 ms")
+    assert (trial.outcome, trial.message) == ("timeout", "its time limit is 300.0 ms")
     assert _workers(scratch) == []
     assert list(scratch.iterdir()) == []
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from made_jobs import made_job
 
 from hfopt.compat import transformers_patches
 from hfopt.probe import neutrality, step_gradients
@@ -38,8 +39,8 @@ def job_of(tmp_path: Path) -> Callable[..., TrainJob]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(CONFIGS[name]))
         spec = ModelSpec(name=str(path), **model)
-        return TrainJob(
-            path=None, section=(), trainer="Trainer", args={}, model=spec, data=DataSpec(max_length=64), per_device_batch=8, accumulation=1
+        return made_job(
+            path=None, section=(), trainer="Trainer", raw={}, model=spec, data=DataSpec(max_length=64), per_device_batch=8, accumulation=1
         )
 
     return make
@@ -149,6 +150,26 @@ def test_a_users_own_code_is_not_cached(job_of: Callable[..., TrainJob]) -> None
     assert neutrality._cached_at(job_of("gpt2"), workload, "5.0") is not None
 
 
+@pytest.mark.parametrize("trainer", ["DPO", "Reward"])
+def test_pairs_stay_together_without_trl(trainer: Any, tmp_path: Path) -> None:
+    """LLaMA-Factory's own trainers: a mean over pairs, divided by the accumulation."""
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = made_job(
+        path=None,
+        section=(),
+        trainer=trainer,
+        raw={},
+        model=ModelSpec(name=str(tmp_path), task="causal_lm"),
+        data=DataSpec(max_length=16),
+        per_device_batch=8,
+        accumulation=1,
+    )
+    answer = probe(job)
+    assert answer is not None and answer.neutral, answer
+
+
 @pytest.mark.parametrize(
     ("trainer", "arguments"),
     [("SFT", {}), ("DPO", {"loss_type": "ipo"}), ("Reward", {}), ("GRPO", {"num_generations": 2}), ("CPO", {"loss_type": "simpo"})],
@@ -158,11 +179,11 @@ def test_trl_s_own_losses_are_neutral_with_trl_s_own_scaling(trainer: Any, argum
     fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64, **fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    job = TrainJob(
+    job = made_job(
         path=None,
         section=(),
         trainer=trainer,
-        args=arguments,
+        raw=arguments,
         model=ModelSpec(name=str(tmp_path)),
         data=DataSpec(max_length=16),
         per_device_batch=8,

@@ -9,11 +9,13 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hfopt.errors import VirtualGpuError
+from hfopt.hardware import catalog
 from hfopt.probe import rehearsal
 from hfopt.probe.rehearsal import normal_command, rehearse
 from hfopt.process import child_process
@@ -175,6 +177,17 @@ def test_a_script_that_fails_passes_its_code_on(script: Callable[[str], str]) ->
     assert done.returncode == 7
     assert json.loads(done.stdout)["outcome"] == "failed"
     assert "the script itself failed with exit code 7" in done.stderr
+
+
+@pytest.mark.virtual_gpu
+def test_a_card_without_kernels_in_the_scripts_torch_is_one_line(script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script would end in a traceback at its first kernel; it is not even started."""
+    torch = rehearsal.find_toolchain().torch
+    monkeypatch.setattr(rehearsal, "find_toolchain", lambda python: SimpleNamespace(torch=replace(torch, version="2.15.0", cuda="13.2")))
+    started = Path(script("")).with_name("started")
+    seen = rehearse([sys.executable, script(f"open({str(started)!r}, 'w')")], catalog.find("gtx 1080"))
+    assert (seen.outcome, seen.wall_s, started.exists()) == ("unsupported", None, False)
+    assert "torch 2.15.0 (CUDA 13.2) has no kernels for GeForce GTX 1080 (capability 6.1)" in seen.message and "cu126" in seen.message
 
 
 @pytest.mark.virtual_gpu

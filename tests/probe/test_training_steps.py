@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from hfopt.config.settings import with_raw
 from hfopt.errors import DryRunError
 from hfopt.probe import training_steps
 from hfopt.probe.dry_run import Extent
@@ -69,7 +70,7 @@ def test_a_candidate_with_another_attention_is_built_anew(run: Any, monkeypatch:
 def test_a_loss_of_the_users_own_trains_and_evaluates(run: Any, tiny_job: TrainJob, tmp_path: Path) -> None:
     code = tmp_path / "scorer.py"
     code.write_text(CODE)
-    job = replace(tiny_job, model=ModelSpec(name=f"{code}:Scorer", trust_remote_code=True), args={"do_eval": True})
+    job = with_raw(replace(tiny_job, model=ModelSpec(name=f"{code}:Scorer", trust_remote_code=True)), {"do_eval": True})
     facts = run(job=job)
     assert facts["outcome"] == "ok" and facts["eval_peak_reserved_bytes"] > 0
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hfopt.config.settings import with_raw
 from hfopt.probe.dry_run import Device, training_arguments
 from hfopt.schema import Candidate, Checkpointing, TrainJob
 
@@ -24,18 +25,18 @@ def _arguments(job: TrainJob, candidate: Candidate = CANDIDATE, device: Device =
 
 def test_the_candidate_decides_and_the_jobs_step_settings_stay(tiny_job: TrainJob) -> None:
     args = {"max_grad_norm": 0.3, "optim": "adafactor", "bf16": False, "per_device_train_batch_size": 99, "num_train_epochs": 50}
-    chosen = _arguments(replace(tiny_job, args=args))
+    chosen = _arguments(with_raw(tiny_job, args))
     assert chosen["max_grad_norm"] == 0.3
     assert chosen["optim"] == "adafactor"
     assert (chosen["bf16"], chosen["fp16"]) == (True, False)
     assert (chosen["per_device_train_batch_size"], chosen["gradient_accumulation_steps"]) == (8, 4)
     assert "num_train_epochs" not in chosen
-    assert _arguments(replace(tiny_job, args=args), replace(CANDIDATE, optim="adamw_8bit"))["optim"] == "adamw_8bit"
+    assert _arguments(with_raw(tiny_job, args), replace(CANDIDATE, optim="adamw_8bit"))["optim"] == "adamw_8bit"
 
 
 def test_nothing_is_written_reported_or_pushed(tiny_job: TrainJob) -> None:
     args = {"output_dir": "mine", "save_strategy": "steps", "report_to": ["wandb"], "push_to_hub": True, "deepspeed": "zero3.json"}
-    chosen = _arguments(replace(tiny_job, args=args))
+    chosen = _arguments(with_raw(tiny_job, args))
     assert (chosen["output_dir"], chosen["save_strategy"], chosen["report_to"], chosen["push_to_hub"]) == ("/scratch", "no", [], False)
     assert "deepspeed" not in chosen
 
@@ -47,7 +48,7 @@ def test_keys_this_version_does_not_have_are_left_out(tiny_job: TrainJob) -> Non
 @pytest.mark.parametrize(("every", "expected"), [(1, {"use_reentrant": True}), (3, {"use_reentrant": True, "every_n_layers": 3})])
 def test_graded_checkpointing(every: int, expected: dict[str, object], tiny_job: TrainJob) -> None:
     candidate = replace(CANDIDATE, checkpointing=Checkpointing(every_n_layers=every, use_reentrant=True))
-    chosen = _arguments(replace(tiny_job, args={"gradient_checkpointing_kwargs": {"every_n_layers": 2}}), candidate)
+    chosen = _arguments(with_raw(tiny_job, {"gradient_checkpointing_kwargs": {"every_n_layers": 2}}), candidate)
     assert chosen["gradient_checkpointing"] is True
     assert chosen["gradient_checkpointing_kwargs"] == expected
 

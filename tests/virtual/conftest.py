@@ -29,7 +29,7 @@ def on_virtual(card: Gpu) -> OnVirtual:
     def run(code: str, *, gpu: Gpu = card, count: int = 1, context_bytes: int = 300 * MIB, **variables: str) -> Any:
         program = f"import json, sys\nfacts = {{}}\n{code}\nsys.stdout.write('FACTS ' + json.dumps(facts))"
         env = environment(gpu, count=count, context_bytes=context_bytes) | variables
-        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.rpartition("FACTS ")[2])
 

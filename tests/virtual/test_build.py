@@ -28,7 +28,7 @@ def test_builders_may_race_and_leave_nothing_else_behind(tmp_path: Path, monkeyp
     root = tmp_path / "hfopt" / "virtual"
     assert root.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in root.iterdir()] == [first.cuda.parent.name]
-    assert sorted(path.name for path in first.cuda.parent.iterdir()) == ["libhfopt_cuda.so", "libhfopt_nvml.so"]
+    assert sorted(path.name for path in first.cuda.parent.iterdir()) == ["libcuda.so.1", "libhfopt_cuda.so", "libhfopt_nvml.so"]
     built_at = first.cuda.stat().st_mtime_ns
     assert libraries(found).cuda.stat().st_mtime_ns == built_at
 
@@ -150,3 +150,23 @@ def test_what_a_killed_launcher_left_is_swept_a_day_later(tmp_path: Path, monkey
     (tmp_path / "hfopt-4321").mkdir()
     with pytest.raises(VirtualGpuError, match="belongs to another user"):
         environment._new_state()
+
+
+@pytest.mark.parametrize("how", ["of another user", "a link", "open to all"])
+def test_a_library_that_others_may_have_written_is_not_loaded(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "torch-1"
+    place.mkdir(mode=0o700)
+    found = build.Libraries(cuda=place / "libhfopt_cuda.so", nvml=place / "libhfopt_nvml.so")
+    found.cuda.touch()
+    found.nvml.touch()
+    found.nvml.chmod(0o775)
+    build._check_untouched(place, found)  # written under a lax umask, in a folder that nobody else can enter
+    if how == "of another user":
+        monkeypatch.setattr(os, "getuid", lambda: 4321)
+    elif how == "a link":
+        found.cuda.unlink()
+        found.cuda.symlink_to(found.nvml)
+    else:
+        place.chmod(0o755)
+    with pytest.raises(VirtualGpuError, match="may have been written by somebody else"):
+        build._check_untouched(place, found)

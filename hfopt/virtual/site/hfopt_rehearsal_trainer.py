@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import os
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -56,6 +57,15 @@ def _asked_of_the_card(trainer: Any) -> list[str]:
     if torch.bfloat16 in dtypes and "bf16" not in asks:
         asks.append("bf16 weights")
     return asks
+
+
+def _not_as_on_a_card(args: Any) -> Iterator[str]:
+    """What the arguments ask for and a rehearsal cannot do, or does otherwise: said before it starts."""
+    if getattr(args, "torch_compile", False):
+        if (refused := os.environ.get("HFOPT_VIRTUAL_NO_COMPILE")) is not None:
+            yield f"{refused}: rehearsed without torch.compile, which usually takes less memory"
+        elif "max-autotune" in (args.torch_compile_mode or ""):
+            yield f"torch_compile_mode {args.torch_compile_mode}: no kernel can be timed here, so torch's own matrix products are taken"
 
 
 def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> Any:
@@ -167,6 +177,9 @@ def install(module: ModuleType, recorder: RehearsalRecorder) -> None:
     def followed(self: Any, *_: Any, **kwargs: Any) -> Any:
         did: set[str] = set()
         recorder.by_trainer = True
+        for sentence in _not_as_on_a_card(self.args):
+            recorder.note(sentence)
+            sys.stderr.write(f"hfopt rehearse: {sentence}\n")
         if not recorder.report["steps_done"]:
             keep_writes_inside(recorder.folder)
         _follow_steps(self, recorder)

@@ -12,12 +12,11 @@ a mask of those that are keeps them all.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _MOST_ELEMENTS = 1 << 22
@@ -198,7 +197,7 @@ def _cuda_arguments(values: Iterable[Any]) -> tuple[bool, bool]:
     return any_cuda, all_known
 
 
-class _Values(TorchFunctionMode):  # type: ignore[misc]
+class TrueValues(TorchFunctionMode):  # type: ignore[misc]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _PASSED_THROUGH:
@@ -276,20 +275,37 @@ def _spare_the_optimizer() -> None:
     torch.nn.utils.clip_grad_norm_ = _without_mode(torch.nn.utils.clip_grad_norm_)
 
 
+def _follow_into_operators(mode: TrueValues) -> None:
+    """Operators written in Python (bitsandbytes') read values inside of them, where torch has switched the mode off."""
+    register = torch.library.register_kernel
+
+    def with_values(kernel: Any) -> Any:
+        @functools.wraps(kernel)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(_get_current_function_mode(), TrueValues):
+                return kernel(*args, **kwargs)
+            with mode:
+                return kernel(*args, **kwargs)
+
+        return run
+
+    @functools.wraps(register)
+    def register_kernel(op: Any, device_types: Any, func: Any = None, /, **options: Any) -> Any:
+        if func is not None:
+            return register(op, device_types, with_values(func), **options)
+        return lambda kernel: register(op, device_types, with_values(kernel), **options)
+
+    torch.library.register_kernel = register_kernel
+
+
 def install() -> None:
     """Turns the mode on in this thread, for good."""
-    _Values().__enter__()
+    mode = TrueValues()
+    mode.__enter__()
     _spare_the_optimizer()
+    _follow_into_operators(mode)
     # DDP compares parameter counts gathered by a kernel, which would read as zero
     import torch.nn.parallel.distributed as ddp
 
     ddp._verify_param_shape_across_processes = lambda *_, **__: True
     torch.distributions.Distribution.set_default_validate_args(False)  # numbers that no kernel has computed are in no range
-    compile_for_real = torch.compile
-
-    @functools.wraps(compile_for_real)
-    def compile_loudly(*args: Any, **kwargs: Any) -> Any:
-        warnings.warn("virtual GPU: torch.compile is not modelled; what follows runs eagerly", stacklevel=2)
-        return compile_for_real(*args, **kwargs)
-
-    torch.compile = compile_loudly
