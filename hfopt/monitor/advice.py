@@ -187,7 +187,7 @@ def _pair(run: RunFacts) -> tuple[int, int]:
 
 def _trade(run: RunFacts, batch: int, accumulation: int, reason: str) -> tuple[Change, ...]:
     """A run does not show whether its loss is divided by the accumulation; with many classification heads it is not."""
-    reason += "; `hfopt plan` tells whether this model's gradients stay the same"
+    reason += "; `hfopt plan` checks that this model's gradients stay the same"
     return (
         _change(run, "per_device_train_batch_size", batch, reason),
         _change(run, "gradient_accumulation_steps", accumulation, reason),

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from hfopt.monitor import metrics
+from hfopt.monitor.alerts import OnFinding, sender
 from hfopt.monitor.fault_guard import Faults, harmless, to_stderr
 from hfopt.monitor.model_inputs import flops_per_token
 from hfopt.monitor.session import Options, Training, WatchSession
@@ -43,6 +44,8 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     csv               the windows also as a table
     report            metrics to what the Trainer reports to (TensorBoard, W&B, MLflow, trackio, ...)
     plan              an `hfopt.Plan`: advice then carries its values and its predicted gain
+    on_finding        a function, a URL (POST, JSON) or a command (JSON on stdin) that gets each finding, on a thread of its own; W&B's and
+                      Trackio's alerts get them anyway where the Trainer reports there
     flops_per_sample  FLOPs of one training sample, for MFU, where the count of the first step is not right
     """
 
@@ -57,9 +60,12 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         report: bool = True,
         plan: Any = None,
         flops_per_sample: float | None = None,
+        on_finding: OnFinding | None = None,
     ) -> None:
         if interval <= 0:
             raise ValueError(f"interval is {interval}, but must be positive seconds")
+        if on_finding is not None:
+            sender(on_finding)  # a bad one is said now, not in the run
         self._options = Options(
             interval_s=interval,
             warn_below=warn_below,
@@ -69,6 +75,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
             report=report,
             plan=plan,
             flops_per_sample=flops_per_sample,
+            on_finding=on_finding,
         )
         self._fresh()
 

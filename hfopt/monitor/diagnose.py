@@ -36,9 +36,9 @@ def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tup
         return ()
     found = [one for check in _CHECKS if (one := check(window, run, limits)) is not None]
     causes = {one.cause for one in found}
-    slowed = causes & {"input_bound", "pcie_bound", "slow_rank", "shared_gpu", "throttled"}
+    slowed = causes & {"input_bound", "pcie_bound", "slow_rank", "shared_gpu", "throttled", "cpu_starved"}
     others_known = run.world_size == 1 or bool(run.lags)  # who waits for a slow rank looks idle as well
-    if not slowed - {"input_bound"} and others_known and (launch := _launch_bound(window, run, limits)) is not None:
+    if not slowed - {"input_bound", "cpu_starved"} and others_known and (launch := _launch_bound(window, run, limits)) is not None:
         found.append(launch)
         slowed.add("launch_bound")
     if (
@@ -182,4 +182,5 @@ _CHECKS: tuple[Callable[[Window, RunFacts, Thresholds], Finding | None], ...] = 
     evidence.fragmentation,
     evidence.pcie_bound,
     _slow_rank,
+    evidence.cpu_starved,
 )

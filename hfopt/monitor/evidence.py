@@ -52,6 +52,7 @@ class Thresholds:
     foreign_bytes: int = 512 * MIB
     pcie: float = 0.60  # of the link
     rank_lag: float = 0.15  # of the step
+    core_wait: float = 0.30  # of the time; below that a neighbour costs less than the trouble of moving it
 
 
 DEFAULT = Thresholds()
@@ -222,3 +223,17 @@ def memory_headroom(window: Window, run: RunFacts, limits: Thresholds, *, launch
     message = f"{format_percent(1 - shares[0])} of the card's memory is never used"
     evidence = {"used_share": shares[0], "allocated_share": shares[1]}
     return finding("memory_headroom", confidence(-shares[0], -limits.headroom, -0.3), evidence, message, remedy)
+
+
+def cpu_starved(window: Window, run: RunFacts, limits: Thresholds) -> Finding | None:
+    """Other processes have the cores this run wants; None also where the kernel does not count the waiting."""
+    wait, main = window.core_wait, window.main_thread_util
+    if wait is None or wait < limits.core_wait:
+        return None
+    had = f"; it had {format_percent(main)} of one" if main is not None else ""
+    message = (
+        f"other processes take the CPU: the training thread waits {format_percent(wait)} of the time for a core{had}. "
+        "End them, or give this run cores of its own"
+    )
+    facts = {"core_wait": wait, "main_thread_util": main, "preempted": window.preempted, "process_cores": window.process_cores}
+    return finding("cpu_starved", confidence(wait, limits.core_wait, 0.6), facts, message)

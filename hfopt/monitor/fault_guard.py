@@ -26,7 +26,7 @@ class Faults:
             return
         why = f"{type(error).__name__}: {said(str(error))}" if str(error) else type(error).__name__
         self.off[part] = why
-        self._say(f"hfopt monitor: {part} is off from here on ({why}); training goes on")
+        self._say(f"hfopt monitor: {part} is switched off ({why}); training continues")
         if self._then is not None:
             self._then(part)
 
@@ -54,4 +54,4 @@ def harmless(part: str) -> Callable[[Method], Method]:
 
 
 def to_stderr(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
+    sys.stderr.write(f"{said(message)}\n")

@@ -61,8 +61,15 @@ _GOOD = "compute_bound"
 
 
 class Judge:
-    def __init__(self, run: RunFacts, journal: Journal, say: Callable[[str], None], warn_below: float) -> None:
-        self._run, self._journal, self._say, self._warn_below = run, journal, say, warn_below
+    def __init__(
+        self,
+        run: RunFacts,
+        journal: Journal,
+        say: Callable[[str], None],
+        warn_below: float,
+        alert: Callable[[Finding, int], object] = lambda finding, step: None,
+    ) -> None:
+        self._run, self._journal, self._say, self._warn_below, self._alert = run, journal, say, warn_below, alert
         self._recent: deque[Window] = deque(maxlen=256)
         self._unjudged_s = 0.0
         self._alarms = Alarms()
@@ -94,7 +101,14 @@ class Judge:
         for finding in findings:
             if finding.cause not in self._told:
                 self._journal.finding(finding, total.last_step)
+                if finding.cause != _GOOD:
+                    self._alert(finding, total.last_step)
         return findings
+
+    def report(self, finding: Finding, step: int) -> None:
+        """A finding of another look than the windows': said and written once, and active to the end."""
+        self._new(finding, step)
+        self._journal.state["findings"] = [*self._journal.state["findings"], sentence(finding)]
 
     def _tell(self, window: Window, findings: tuple[Finding, ...]) -> None:
         new, resolved = self._alarms.update(findings)
@@ -112,6 +126,7 @@ class Judge:
         self._journal.finding(finding, step)
         if finding.cause != _GOOD:
             self._say(f"hfopt: {sentence(finding)}")
+            self._alert(finding, step)
 
     def _low_utilization(self, window: Window, findings: tuple[Finding, ...]) -> None:
         utils = [gpu.sm_util.mean for gpu in window.gpus if gpu.sm_util]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hfopt.errors import LogError
 from hfopt.monitor.log import NAME, read
+from hfopt.monitor.log_entries import check, checked
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.window import merge
-from hfopt.schema import GpuWindow, Phases, Spread, Window
+from hfopt.schema import Phases, Window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class History:
     interrupted: bool  # an error or Ctrl-C left train()
     last_time: float
     earlier_sessions: int
+    receipt: Mapping[str, Any] | None = None  # what a plan had predicted, and what was measured
 
     @property
     def finished(self) -> bool:
@@ -47,6 +49,15 @@ class History:
     @property
     def last_step(self) -> int:
         return self.total.last_step if self.total is not None else int(self.header.get("first_step", 0))
+
+
+def newest_run(folder: Path) -> Path:
+    """The run below a folder whose log was written last."""
+    places = (f"hfopt/{NAME}", f"*/hfopt/{NAME}", f"*/*/hfopt/{NAME}")
+    found = [path for place in places for path in folder.glob(place)]
+    if not found:
+        raise LogError(f"no run with HFGpuMonitor is in {folder}", hint="give the output_dir of the run, or its monitor.jsonl")
+    return max(found, key=lambda path: path.stat().st_mtime)
 
 
 def find_log(run: Path) -> Path:
@@ -72,8 +83,10 @@ def load(run: Path) -> History:
     if not sessions:
         raise LogError(f"{path} has no header line, so it is not a log of HFGpuMonitor")
     try:
+        for entry in sessions[-1]:
+            check(entry)
         return _history(path, sessions[-1], earlier=len(sessions) - 1)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError) as error:
         raise LogError(f"{path} was not written by this version of HFGpuMonitor: {error}", hint="or it was changed by hand") from error
 
 
@@ -87,7 +100,7 @@ def _history(path: Path, entries: list[dict[str, Any]], *, earlier: int) -> Hist
         return tuple(entry for entry in entries if entry["kind"] == kind)
 
     windows = tuple((entry["time"], window_from(entry["window"])) for entry in of_kind("window"))
-    summaries = of_kind("summary")
+    summaries, receipts = of_kind("summary"), of_kind("receipt")
     return History(
         path=path,
         header=entries[0],
@@ -100,31 +113,14 @@ def _history(path: Path, entries: list[dict[str, Any]], *, earlier: int) -> Hist
         interrupted=bool(of_kind("interrupted")),
         last_time=entries[-1]["time"],
         earlier_sessions=earlier,
+        receipt=receipts[-1] if receipts else None,
     )
 
 
 def window_from(data: Mapping[str, Any]) -> Window:
     """The inverse of writing a window; fields of a newer version are passed over."""
-    known = _known(Window, data)
-    known["phases"] = Phases(**_known(Phases, data["phases"]))
-    known["gpus"] = tuple(_gpu_window(gpu) for gpu in data.get("gpus", ()))
-    known["cpu_util"] = _spread(data.get("cpu_util"))
-    return Window(**known)
-
-
-def _gpu_window(data: Mapping[str, Any]) -> GpuWindow:
-    plain = GpuWindow(**_known(GpuWindow, data))
-    names = ("sm_util", "memory_util", "power_w", "temperature_c")
-    return replace(plain, **{name: _spread(data.get(name)) for name in names})  # type: ignore[arg-type]
-
-
-def _spread(data: Mapping[str, float] | None) -> Spread | None:
-    return Spread(**data) if data is not None else None
-
-
-def _known(kind: type, data: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
+    window: Window = checked(data, Window, "window")
+    return window
 
 
 def as_json(history: History) -> dict[str, Any]:
@@ -146,6 +142,7 @@ def as_json(history: History) -> dict[str, Any]:
         "gpus": history.header.get("gpus", []),
         "versions": history.header.get("versions", {}),
         "earlier_sessions": history.earlier_sessions,
+        "receipt": None if history.receipt is None else {key: value for key, value in history.receipt.items() if key != "kind"},
     }
     loaded: dict[str, Any] = json.loads(json.dumps(facts))
     return loaded

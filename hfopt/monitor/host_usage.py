@@ -25,6 +25,19 @@ class HostReading:
     ram_used_bytes: int | None = None
     ram_total_bytes: int | None = None
     disk_read_bytes_per_s: float | None = None
+    core_wait: float | None = None
+
+
+THIS_THREAD = Path("/proc/thread-self/schedstat")
+
+
+def queued_s(schedstat: Path = THIS_THREAD) -> float | None:
+    """Seconds a thread wanted to run and had no core, by the kernel's count so far; None where it does not count."""
+    try:
+        ran_ns, queued_ns = (int(word) for word in schedstat.read_text().split()[:2])
+    except (OSError, ValueError):
+        return None
+    return queued_ns / 1e9 if ran_ns else None
 
 
 class HostProbe:
@@ -34,6 +47,8 @@ class HostProbe:
         self._process = psutil.Process(pid)
         self._cores = cores
         self._thread_clock = _thread_clock(thread) if pid is None else None
+        own = (thread or threading.main_thread()).native_id
+        self._schedstat = Path(f"/proc/self/task/{own}/schedstat" if pid is None else f"/proc/{pid}/schedstat")
         self._children: dict[int, psutil.Process] = {}
         self._scanned_s = float("-inf")
         self._before: dict[str, float] = {}
@@ -51,6 +66,7 @@ class HostProbe:
         workers = sum(used_s.get(pid, 0.0) for pid in worker_s)
         thread_s = self._since("thread", time.clock_gettime(self._thread_clock)) if self._thread_clock is not None else None
         read_bytes = self._since("disk", self._disk_bytes())
+        waited_s = self._since("queue", queued_s(self._schedstat))
         if not passed_s or passed_s <= 0:
             return HostReading(worker_count=len(worker_s), ram_used_bytes=memory.total - memory.available, ram_total_bytes=memory.total)
         return HostReading(
@@ -61,6 +77,7 @@ class HostProbe:
             ram_used_bytes=memory.total - memory.available,
             ram_total_bytes=memory.total,
             disk_read_bytes_per_s=read_bytes / passed_s if read_bytes is not None else None,
+            core_wait=min(1.0, waited_s / passed_s) if waited_s is not None else None,
         )
 
     def _cpu_times(self) -> tuple[dict[int, float], dict[int, float]]:

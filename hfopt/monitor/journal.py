@@ -163,6 +163,7 @@ def point(sample: Sample, data_wait: float | None) -> dict[str, float | None]:
         "cpu": sample.cpu_util,
         "ram": _share(sample.ram_used_bytes, sample.ram_total_bytes),
         "data_wait": data_wait,
+        "core_wait": sample.core_wait,
     }
 
 

@@ -1,9 +1,9 @@
 """The run's diary: JSON Lines, each line flushed, bounded by rotation, readable after a kill.
 
 A line is {"kind": ..., "time": seconds since 1970, ...}. Kinds: header (settings, card, versions), window (one per logging step), epoch,
-finding, resolved, warning, fallback, summary, interrupted. A new train() appends a new header, so a file holds one or more sessions. When
-the file grows over the limit it is renamed to `<name>.1` (the older ones move up, the oldest goes) and the new file begins with the
-header again.
+finding, resolved, warning, fallback, receipt, summary, interrupted. A new train() appends a new header, so a file holds one or more
+sessions. When the file grows over the limit it is renamed to `<name>.1` (the older ones move up, the oldest goes) and the new file begins
+with the header again.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             for line in stream:
                 try:
                     entry = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):  # torn, or nested by who wants the reader to fail
                     continue
-                if isinstance(entry, dict) and "kind" in entry:
+                if isinstance(entry, dict) and isinstance(entry.get("kind"), str):
                     yield entry
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from hfopt.redact import said
 from hfopt.schema import Sample, Window
 from hfopt.units import GIB
 
@@ -140,6 +141,7 @@ KEYS: dict[str, tuple[Get, str]] = {
         "% of the usable cores, this process and its loader workers",
     ),
     "main_thread_util": (lambda window: _percent(window.main_thread_util), "% of one core, the training thread"),
+    "core_wait": (lambda window: window.core_wait, "share of the time the training thread wanted to run and had no core (0..1)"),
     "ram_used_gib": (lambda window: _gib(window.ram_used_bytes), "GiB in use on the machine, peak"),
     "disk_read_mib_per_s": (
         lambda window: window.disk_read_bytes_per_s / (1 << 20) if window.disk_read_bytes_per_s is not None else None,
@@ -189,6 +191,7 @@ def show(callbacks: Sequence[Any], text: str) -> None:
 
 def say(callbacks: Sequence[Any], text: str) -> None:
     """A line for people on stderr; above the bar if there is one, so that neither breaks the other."""
+    text = said(text)
     for callback in callbacks:
         bar = getattr(callback, "training_bar", None)
         if bar is not None and hasattr(bar, "write"):

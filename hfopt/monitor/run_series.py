@@ -75,6 +75,6 @@ def _fallback(entry: Mapping[str, Any], began_time: float) -> RunMark:
     return RunMark(
         title="out of memory",
         words=f"in {seen.get('phase', 'training')} with {seen.get('micro_batch', '?')} samples: {step.get('reason', 'went on')}",
-        step=seen.get("step", 0),
+        step=seen["step"] if isinstance(seen.get("step"), int) else 0,
         at_s=entry["time"] - began_time,
     )

@@ -17,7 +17,7 @@ import torch
 
 from hfopt.compat import package_version, tf32_is_on
 from hfopt.facts.gradient_growth import class_grows_with_accumulation, words
-from hfopt.monitor.sampler import OwnCards, open_cards, torch_uuids
+from hfopt.monitor.sampler import OwnCards, open_cards_in_time, torch_uuids
 from hfopt.monitor.window import Scale, cpu_peak_flops
 from hfopt.redact import scrub
 from hfopt.schema import Change, Gpu, RunFacts
@@ -87,7 +87,7 @@ def find_place(args: Any) -> TrainingPlace:
     uuids, cores = torch_uuids(args), host().cores
     if not uuids:
         return TrainingPlace(cards=None, gpus=(), uuids=(), cores=cores)
-    cards = open_cards(uuids)
+    cards = open_cards_in_time(uuids)
     if isinstance(cards, str):
         return TrainingPlace(cards=None, gpus=(), uuids=uuids, cores=cores, why_no_cards=cards)
     return TrainingPlace(cards=cards, gpus=cards.facts(), uuids=uuids, cores=cores)

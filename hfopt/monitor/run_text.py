@@ -15,6 +15,7 @@ from typing import Any, Literal
 from hfopt.monitor.findings import sentence
 from hfopt.monitor.history import History
 from hfopt.monitor.metrics import PREFIX
+from hfopt.monitor.receipt import receipt_lines
 from hfopt.schema import Change, Finding, RunDifference, Window
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
@@ -31,13 +32,15 @@ def one_line(figures: Mapping[str, float]) -> str:
     if (rate := get("tokens_per_s")) is not None:
         parts.append(format_rate(rate, "tokens"))
     if (util := get("gpu_util")) is not None:
-        parts.append(f"GPU {util:.0f} % ({get('gpu_util_min'):.0f}-{get('gpu_util_max'):.0f})")
+        low, high = get("gpu_util_min"), get("gpu_util_max")
+        parts.append(f"GPU {util:.0f} %" + (f" ({low:.0f}-{high:.0f})" if low is not None and high is not None else ""))
     if (mfu := get("mfu")) is not None:
         parts.append(f"MFU {format_percent(mfu)}")
     if (wait := get("data_wait")) is not None:
         parts.append(f"data wait {format_percent(wait)}")
-    if (reserved := get("memory_reserved_gib")) is not None:
-        parts.append(f"memory {get('memory_allocated_gib'):.2f} GiB allocated, {reserved:.2f} GiB reserved")
+    held = [f"{size:.2f} GiB {kind}" for kind in ("allocated", "reserved") if (size := get(f"memory_{kind}_gib")) is not None]
+    if held:
+        parts.append(f"memory {', '.join(held)}")
     if (energy := get("energy_j")) is not None:
         parts.append(f"{energy / 3.6e6:.3f} kWh")
     if (util := get("gpu_util")) is None and (cpu := get("cpu_util")) is not None:
@@ -119,13 +122,15 @@ def _report(history: History) -> Iterator[str]:
     yield f"step    {format_seconds(total.step_s or 0.0)} (without logging, evaluation and saving)"
     yield from _time(total)
     yield from _machine(total)
+    if history.receipt is not None:
+        yield from (f"plan    {line}" for line in receipt_lines(history.receipt))
     yield from _notes(history)
 
 
 def what(history: History) -> str:
     """'BertModel on A10, 2 ranks (transformers 5.22.2, torch 2.15.0)'"""
     head = history.header
-    cards = ", ".join(gpu["name"] for gpu in head.get("gpus", ())) or head.get("device", "unknown device")
+    cards = ", ".join(str(gpu.get("name")) for gpu in head.get("gpus", ())) or head.get("device", "unknown device")
     versions = head.get("versions", {})
     ranks = f", {head['world_size']} ranks" if head.get("world_size", 1) > 1 else ""
     software = ", ".join(f"{name} {versions[name]}" for name in ("transformers", "torch") if name in versions)

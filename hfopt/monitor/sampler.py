@@ -61,6 +61,7 @@ def _outside(value: float | None, low: float, high: float | None) -> bool:
     return value is not None and (value < low or (high is not None and value > high) or value != value)
 
 
+PATIENCE_S = 20.0  # with a driver that does not answer, before the cards are left alone
 _PCIE_EACH = 5  # readings; NVML watches the link for 20 ms in each direction
 
 
@@ -105,6 +106,15 @@ def open_cards(uuids: Sequence[str] | None, pids: Sequence[int] | None = None) -
         session.close()
         return f"NVML lists no card with UUID {', '.join(uuids or ())}"
     return OwnCards(session, devices, pids if pids is not None else (os.getpid(),))
+
+
+def open_cards_in_time(uuids: Sequence[str], patience_s: float = PATIENCE_S) -> OwnCards | str:
+    """The same for who must not wait for ever: a driver may hang at the first question."""
+    answer: list[OwnCards | str] = []
+    thread = threading.Thread(target=lambda: answer.append(open_cards(uuids)), name="hfopt-driver", daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    return answer[0] if answer else f"the driver has not answered for {patience_s:g} s"
 
 
 def torch_uuids(args: Any) -> tuple[str, ...]:
@@ -154,6 +164,7 @@ class Sampler:
         ring: int = RING,
         each: Callable[[Sample], None] | None = None,
         over: Callable[[], bool] | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.faults = faults
         self.interval_s = interval_s
@@ -161,7 +172,8 @@ class Sampler:
         self._samples: deque[Sample] = deque(maxlen=ring)
         self._seen: frozenset[str] = frozenset()
         self._energy_j: dict[str, float] = {}
-        self._stop = threading.Event()
+        self._stop, self._first = threading.Event(), threading.Event()
+        self._patience_s, self._stuck = patience_s, False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # ticks come from the thread and from those who need one now
 
@@ -182,36 +194,59 @@ class Sampler:
         return dict(self._energy_j)
 
     def start(self) -> None:
-        self._tell(self.tick())
+        """Returns once there is a first sample, or once the driver was waited for long enough: training does not hang with it."""
         self._thread = threading.Thread(target=self._run, name="hfopt-sampler", daemon=True)
         self._thread.start()
+        if not self._first.wait(self._patience_s):
+            self._give_up_on_driver()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
+        """Whether the thread has ended; one that hangs in the driver is left behind."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=2.0)
-        self._thread = None
+        thread, self._thread = self._thread, None
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout=2.0)
+        return not thread.is_alive()
 
     def tick(self) -> Sample:
-        with self._lock:
-            gpus = self._read_gpus() or ()
-            host = self._read_host() or HostReading()
-            sample = Sample(
-                time_s=time.monotonic(),
-                gpus=gpus,
-                cpu_util=host.cpu_util,
-                main_thread_util=host.main_thread_util,
-                ram_used_bytes=host.ram_used_bytes,
-                ram_total_bytes=host.ram_total_bytes,
-                disk_read_bytes_per_s=host.disk_read_bytes_per_s,
-                worker_util=host.worker_util,
-                worker_count=host.worker_count,
+        """A sample now; where another thread hangs in the driver, what was last known."""
+        if not self._lock.acquire(timeout=0 if self._stuck else self._patience_s):
+            self._give_up_on_driver()
+            return self.latest or Sample(
+                time_s=time.monotonic(), gpus=(), cpu_util=None, main_thread_util=None, ram_used_bytes=None, ram_total_bytes=None
             )
-            self._add_energy(sample)
-            self._samples.append(sample)
-            return sample
+        try:
+            return self._tick()
+        finally:
+            self._lock.release()
+
+    def _give_up_on_driver(self) -> None:
+        self._stuck = True
+        self.faults.report("GPU readings", TimeoutError(f"the driver has not answered for {self._patience_s:g} s"))
+
+    def _tick(self) -> Sample:
+        gpus = self._read_gpus() or ()
+        host = self._read_host() or HostReading()
+        sample = Sample(
+            time_s=time.monotonic(),
+            gpus=gpus,
+            cpu_util=host.cpu_util,
+            main_thread_util=host.main_thread_util,
+            ram_used_bytes=host.ram_used_bytes,
+            ram_total_bytes=host.ram_total_bytes,
+            disk_read_bytes_per_s=host.disk_read_bytes_per_s,
+            worker_util=host.worker_util,
+            worker_count=host.worker_count,
+            core_wait=host.core_wait,
+        )
+        self._add_energy(sample)
+        self._samples.append(sample)
+        return sample
 
     def _run(self) -> None:
+        self._tell(self.tick())
+        self._first.set()
         wait_s = self.interval_s
         while not self._stop.wait(wait_s) and not self._is_over():
             began_s = time.thread_time()

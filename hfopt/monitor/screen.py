@@ -1,8 +1,6 @@
-"""What `hfopt watch` shows, and a process watched from outside.
+"""What `hfopt watch` shows: progress, loss, ETA, the share of the machine, curves of the last two minutes, and what was found.
 
-A process watched from outside: its CPU and RAM by psutil, the cards it holds memory on by NVML; its steps are not known.
-
-What `hfopt watch` shows: progress, the status line, curves of the last two minutes, and what was found.
+A process can also be watched from outside: its CPU and RAM by psutil, the cards it holds memory on by NVML; its steps are not known.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ class Onlooker:
             raise LogError(f"there is no process {pid} that can be read", hint="see `ps` for the process id of the training") from error
         cards = open_cards(None, tree)
         source = CardsOf(cards) if isinstance(cards, OwnCards) else None
-        self._pid, self._points = pid, deque[dict[str, float | None]](maxlen=120)
-        self._sampler = Sampler(gpus=source, host=HostProbe(pid, cores=host().cores), faults=Faults(to_stderr), ring=2)
+        self._pid, self._points, self._cores = pid, deque[dict[str, float | None]](maxlen=120), host().cores
+        self._sampler = Sampler(gpus=source, host=HostProbe(pid, cores=self._cores), faults=Faults(to_stderr), ring=2)
         self._sampler.tick()
         time.sleep(first_wait_s)  # CPU shares are over the time between two readings
 
@@ -65,11 +63,13 @@ class Onlooker:
         assert sample is not None
         self._points.append(point(sample, None))
         status = status_line(sample, None)
-        return {"time": time.time(), "pid": self._pid, "ended": not alive, "status": status, "points": list(self._points)}
+        seen = {"status": status, "points": list(self._points), "cores": self._cores}
+        return {"time": time.time(), "pid": self._pid, "ended": not alive, **seen}
 
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_CURVES = (("gpu", "GPU"), ("vram", "VRAM"), ("cpu", "CPU"), ("ram", "RAM"), ("data_wait", "data wait"))
+_CURVES = (("gpu", "GPU"), ("vram", "VRAM"), ("cpu", "CPU"), ("ram", "RAM"), ("data_wait", "data wait"), ("core_wait", "core wait"))
+_SCARCE = 0.30  # of the time: from here on the wait for a core is worth a line of its own
 _STALE_S = 10.0
 
 
@@ -117,11 +117,12 @@ def lines(live: Mapping[str, Any], width: int) -> list[str]:
     step, steps = live.get("step", 0), live.get("max_steps") or 0
     said = {"running": "", "ended": ", ended", "gone": f", gone: last sign {format_seconds(time.time() - live['time'])} ago"}[state]
     progress = f", step {step} of {steps} ({100 * step / steps:.0f} %)" if steps else ""
-    shown = [f"process {live['pid']}{progress}{said}"]
+    shown = [f"process {live['pid']}{progress}{said}", *_learning(live, state)]
     if live.get("status"):
         shown.append(live["status"])
     if live.get("pace"):
         shown.append(live["pace"])
+    shown += _share(live)
     for key, title in _CURVES:
         values = [point.get(key) for point in live["points"]]
         known = [value for value in values if value is not None]
@@ -129,6 +130,29 @@ def lines(live: Mapping[str, Any], width: int) -> list[str]:
             shown.append(f"{title:<10}{100 * known[-1]:>5.1f}%  {sparkline(values, max(10, min(120, width - 20)))}")
     shown += [f"! {finding}" for finding in live.get("findings", ())]
     return shown
+
+
+def _learning(live: Mapping[str, Any], state: str) -> list[str]:
+    """The last loss, and how long the rest takes at the pace of the last window."""
+    parts = []
+    if (loss := live.get("loss")) is not None:
+        parts.append(f"loss {loss:.4g}")
+    left, each_s = (live.get("max_steps") or 0) - live.get("step", 0), live.get("s_per_step")
+    if each_s and left > 0 and state == "running":
+        end = time.strftime("%H:%M", time.localtime(time.time() + left * each_s))
+        parts.append(f"ETA {format_seconds(left * each_s)} ({end}), {format_seconds(each_s)} a step")
+    return [", ".join(parts)] if parts else []
+
+
+def _share(live: Mapping[str, Any]) -> list[str]:
+    """What this run has of the machine, and whether others take it."""
+    last: Mapping[str, float | None] = live["points"][-1] if live["points"] else {}
+    used, cores, wait = last.get("cpu"), live.get("cores"), last.get("core_wait")
+    if used is None or not cores:
+        return []
+    scarce = wait is not None and wait >= _SCARCE
+    waits = f"; its main thread waits {100 * (wait or 0.0):.0f} % of the time for a core: others use the machine" if scarce else ""
+    return [f"this run has {used * cores:.2f} of {cores:g} cores ({100 * used:.0f} %){waits}"]
 
 
 def render(live: Mapping[str, Any], title: str, width: int) -> RenderableType:
@@ -139,4 +163,4 @@ def render(live: Mapping[str, Any], title: str, width: int) -> RenderableType:
     for index, line in enumerate(lines(live, width - 4)):
         style = "yellow" if line.startswith("!") else "bold" if index == 0 else ""
         text.append(("\n" if index else "") + line, style=style)
-    return Panel(text, title=title, title_align="left", border_style="green" if condition(live) == "running" else "red")
+    return Panel(text, title=Text(title), title_align="left", border_style="green" if condition(live) == "running" else "red")

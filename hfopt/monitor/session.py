@@ -17,28 +17,32 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from hfopt.monitor import journal, metrics, run_setup, run_text
+from hfopt.monitor.alerts import Alerts, OnFinding, Send, alert_of, sender, tracker_senders
 from hfopt.monitor.fault_guard import Faults, harmless
-from hfopt.monitor.findings import Judge
+from hfopt.monitor.findings import Judge, sentence
 from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.journal import Journal
 from hfopt.monitor.log import NAME
+from hfopt.monitor.memory_growth import GrowthWatch
 from hfopt.monitor.model_inputs import InputWatch
+from hfopt.monitor.receipt import receipt_lines, receipt_of
 from hfopt.monitor.run_setup import facts_of, find_place, growing_gradients, scale_of
 from hfopt.monitor.sampler import Sampler
 from hfopt.monitor.step_clock import Event, MeetingPoints, StepClock
 from hfopt.monitor.window import Meter, Total, data_share, merge
-from hfopt.schema import RankLag, Sample, Window
+from hfopt.schema import Finding, RankLag, Sample, Window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ class Options:
     report: bool = True
     plan: Any = None
     flops_per_sample: float | None = None
+    on_finding: OnFinding | None = None
     max_log_bytes: int = 16 << 20
 
     def log_path(self, output_dir: str | None, rank: int) -> Path:
@@ -114,6 +119,7 @@ class WatchSession:
         self._first = bool(state.is_world_process_zero)
         self.faults = Faults(self.say)
         self._rank, self._world = args.process_index, args.world_size
+        self._pid = os.getpid()
         self._began_s, self._began_time, self._spent_s, self._ranks_s = time.monotonic(), time.time(), 0.0, float("-inf")
         self._total, self._epoch = Total(), Total()
         self._unreported: list[Window] = []
@@ -144,7 +150,9 @@ class WatchSession:
         scale = scale_of(args, self._place, flops_per_token=training.flops_per_token, flops_per_sample=options.flops_per_sample)
         self._meter = Meter(self.clock, self._sampler, self._inputs, scale)
         facts = facts_of(args, state, self._place, options.plan, training.model)
-        self._judge = Judge(facts, self.journal, self.say, options.warn_below)
+        self._alerts = Alerts(self._senders(), self.faults)
+        self._judge = Judge(facts, self.journal, self.say, options.warn_below, self._alert)
+        self._growth = GrowthWatch(scale.devices)
         self.event: Callable[[Event], None] = self._first_step  # the callbacks of every step; replaced by the least that does
         self._sampler.start()
         atexit.register(self._interrupted)
@@ -156,7 +164,7 @@ class WatchSession:
         journal = Journal(
             path, rank=self._rank, world_size=self._world, csv=self._options.csv, max_bytes=self._options.max_log_bytes, faults=self.faults
         )
-        journal.state["max_steps"] = state.max_steps
+        journal.state.update(max_steps=state.max_steps, cores=place.cores)
         journal.write(
             "header",
             rank=self._rank,
@@ -171,6 +179,21 @@ class WatchSession:
             versions=run_setup.versions(),
         )
         return journal
+
+    def _senders(self) -> list[tuple[str, Send]]:
+        """Of the first rank only: one alert of a finding is enough."""
+        if not self._first:
+            return []
+        own = [] if self._options.on_finding is None else [sender(self._options.on_finding)]
+        return [*own, *([("alerts of the trackers", self._to_trackers)] if self._options.report and self._handler is not None else [])]
+
+    def _to_trackers(self, alert: Mapping[str, Any]) -> None:
+        for _, send in tracker_senders(metrics.reporters(self._handler)):
+            send(alert)
+
+    def _alert(self, finding: Finding, step: int) -> None:
+        log = str(self.journal.path)
+        self._alerts.send(finding.cause, lambda: alert_of(finding, sentence=sentence(finding), step=step, log=log))
 
     def say(self, text: str) -> None:
         if self._first:
@@ -237,20 +260,26 @@ class WatchSession:
             "ranks": {str(rank): note["summary"] for rank, note in notes.items()},
             "off": self.faults.off,
         }
+        receipt = receipt_of(self._options.plan, args, figures)
+        if receipt is not None:
+            self.journal.write("receipt", **asdict(receipt))
         self.journal.write("summary", **facts)
         self.journal.state.update(ended=True, step=state.global_step)
         self.journal.live(None, "", self._data_wait)
         self.journal.close()
         self.say(run_text.closing(total, figures, findings, self.journal.path))
+        if receipt is not None:
+            self.say("\n".join(f"hfopt: plan for {receipt.planned_for}: {line}" for line in receipt_lines(receipt)))
+        self._alerts.close()
 
     def stop(self) -> None:
         """Also for a session whose train() did not come to its end."""
         atexit.unregister(self._interrupted)
-        self._sampler.stop()
+        ended = self._sampler.stop()
         self._inputs.detach()
         self._meeting.detach()
         self.journal.close()
-        if self._place.cards is not None:
+        if self._place.cards is not None and ended:  # a driver that hangs would hang here too
             self._place.cards.close()
 
     def _is_over(self) -> bool:
@@ -261,7 +290,9 @@ class WatchSession:
 
     @harmless("the note of the end")
     def _interrupted(self) -> None:
-        """An error, Ctrl-C or sys.exit() left train(): nobody calls on_train_end any more."""
+        """An error, Ctrl-C or sys.exit() left train(): nobody calls on_train_end any more. A fork that ends is not the run that ends."""
+        if os.getpid() != self._pid:
+            return
         self.journal.write("interrupted", step=self._state.global_step)
         self.journal.state.update(ended=True, step=self._state.global_step)
         self.journal.live(None, "", self._data_wait)
@@ -272,6 +303,7 @@ class WatchSession:
         if window is None:
             return
         self._unreported.append(window)
+        self.journal.state.update(s_per_step=window.seconds / window.steps, loss=_last_loss(state))
         self._data_wait = data_share(window)
         self._total.add(window)
         self._epoch.add(window)
@@ -299,6 +331,8 @@ class WatchSession:
             self._ranks_s = now_s
             self._lags = journal.lags_of_notes(self._notes(), since=self._began_time)
         self._judge.recent(self._lags)
+        if (creep := self._growth.look(self._state.global_step)) is not None:
+            self._judge.report(creep, self._state.global_step)
 
     def _notes(self, wait_s: float = 0.0) -> dict[int, dict[str, Any]]:
         """Of all ranks; waits a little for those that have not ended yet."""
@@ -331,3 +365,9 @@ class WatchSession:
             return self._data_wait
         phases = tally.phases()
         return phases.data_wait_s / phases.train_s if phases.train_s else None
+
+
+def _last_loss(state: Any) -> float | None:
+    """The last one the Trainer logged."""
+    found = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
+    return float(found) if isinstance(found, int | float) else None

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
+from hfopt.monitor.host_usage import queued_s
 from hfopt.monitor.model_inputs import InputWatch
 from hfopt.monitor.sampler import Sampler
 from hfopt.monitor.step_clock import StepClock
@@ -114,6 +115,7 @@ def merge(windows: Sequence[Window]) -> Window:
         main_thread_util=weighted(lambda window: window.main_thread_util),
         process_cores=weighted(lambda window: window.process_cores),
         preempted=weighted(lambda window: window.preempted),
+        core_wait=weighted(lambda window: window.core_wait),
         free_wait=weighted(data_share) if any(window.free_wait is not None for window in windows) else None,
         worker_util=weighted(lambda window: window.worker_util),
         worker_count=most(window.worker_count for window in windows),
@@ -219,11 +221,17 @@ class _CpuTimes:
     wall_s: float
     given_up: int = 0  # by waiting for something
     put_off: int = 0  # because others want it
+    queued_s: float | None = None  # wanting to run, while others had the core
 
     @classmethod
     def now(cls) -> _CpuTimes:
         left = _switches()
-        return cls(time.thread_time(), time.process_time(), time.monotonic(), *left)
+        return cls(time.thread_time(), time.process_time(), time.monotonic(), *left, queued_s())
+
+    def core_wait_since(self, before: _CpuTimes) -> float | None:
+        if self.queued_s is None or before.queued_s is None:
+            return None
+        return min(1.0, max(0.0, self.queued_s - before.queued_s) / max(self.wall_s - before.wall_s, 1e-9))
 
     def preempted_since(self, before: _CpuTimes) -> float | None:
         given_up, put_off = self.given_up - before.given_up, self.put_off - before.put_off
@@ -285,6 +293,7 @@ class Meter:
             main_thread_util=min(1.0, (cpu_s.thread_s - self._cpu_s.thread_s) / passed_s),
             process_cores=(cpu_s.process_s - self._cpu_s.process_s) / passed_s,
             preempted=preempted,
+            core_wait=cpu_s.core_wait_since(self._cpu_s),
             free_wait=tally.free_wait() if contended else None,
             **_host_figures(samples),
             allocated_peak_bytes=memory.allocated_peak_bytes,

@@ -12,7 +12,7 @@ from typing import Any
 
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import Rule
-from hfopt.oom import device_memory, loss_weights, record, split_batch
+from hfopt.oom import device_memory, loss_weights, record, replay, split_batch
 from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
@@ -38,6 +38,7 @@ class ProtectedEvaluation:
         self.pieces.attach()
         options = _Options(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, more=more)
         size, before = self.pieces.size(inputs), self.pieces.counters.snapshot()
+        drawn = replay.snapshot(self.trainer.args.device)
         while True:
             try:
                 if self.size is None or size is None or size <= self.size:
@@ -49,6 +50,7 @@ class ProtectedEvaluation:
                     raise
                 released = oom_errors.without_frames(error)
             self.pieces.counters.restore(before)
+            replay.restore(drawn)
             self._step_down(model, inputs, seen, options, released)
 
     def _one(self, model: Any, inputs: Any, options: _Options) -> Any:
@@ -110,12 +112,20 @@ class ProtectedEvaluation:
             loss = self._original(model, part, True, ignore_keys=options.ignore_keys, **options.more)[0]
             return None if loss is None else float(loss)
 
-        if loss_of(split_batch.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
-            self._rule = Rule(name="samples", settled=True)
-            return
-        before = self.pieces.counters.snapshot()
-        self._rule = loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_rule.MEANS, "sum"))
+        before, drawn = self.pieces.counters.snapshot(), replay.snapshot(self.trainer.args.device)
+        try:
+            self._rule = self._tried(inputs, size, loss_of)
+        except oom_errors.RAISED_AS as error:
+            if oom_errors.recognise(error) is None:
+                raise
+            self._rule = Rule(name="counted", settled=False)  # two samples do not fit: what nearly every loss is
         self.pieces.counters.restore(before)
+        replay.restore(drawn)
+
+    def _tried(self, inputs: Any, size: int, loss_of: loss_weights.LossOf) -> Rule | Refusal:
+        if loss_of(split_batch.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
+            return Rule(name="samples", settled=True)
+        return loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_rule.MEANS, "sum"))
 
 
 def protected(trainer: Any, guard: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from hfopt.compat import tf32_is_on
-from hfopt.facts import loss_rule
+from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import MEANS, LossShape, Rule, RuleName
 from hfopt.oom import loss_weights, replay, split_batch
 from hfopt.oom.replay import Counters
@@ -23,9 +23,18 @@ from hfopt.oom.step_down import Refusal
 
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]
+_VERIFIED = 3  # micro-batches in pieces whose losses are compared with that of the whole
 LastPiece = Callable[[], AbstractContextManager[None]]
 # a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
 _CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
+
+
+class CannotCut(Exception):  # noqa: N818 - a finding, not a fault
+    """Found while pieces ran: they do not make up the whole. The window is run again otherwise."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class Pieces:
@@ -40,6 +49,8 @@ class Pieces:
         self._step = step
         self._before_backward = before_backward
         self._last_piece = last_piece
+        self.after_first_piece: Callable[[], Refusal | None] = lambda: None
+        self._verified = 0
         self.scale = 1.0  # of every loss; another one only after a restart, see `keep_scale`
         self._weight = 1.0
         self._backwards = 0
@@ -82,6 +93,8 @@ class Pieces:
             with self._last_piece() if last else self._accelerator.no_sync(model):
                 loss = self._one(model, part, num_items, share)
             total = loss if total is None else total + loss
+            if number == 0 and len(parts) > 1 and (why := self.after_first_piece()) is not None:
+                raise CannotCut(why)
         self.counters.merge_pieces(before, tokens)
         assert total is not None
         return total
@@ -93,7 +106,7 @@ class Pieces:
         finally:
             self._weight = 1.0
         if self._backwards != 1:
-            raise RuntimeError("hfopt: training_step does not run accelerator.backward exactly once, so its pieces cannot be weighted")
+            raise CannotCut(_not_one_backward(self._backwards))
         return loss
 
     def _cut(self, model: Any, inputs: Inputs, num_items: Any, size: int, piece: int) -> tuple[list[Inputs], list[float], list[float]]:
@@ -101,15 +114,39 @@ class Pieces:
         if self.rule is None or not self.rule.settled:
             found = self.find_rule(model, inputs, num_items, size)
             if isinstance(found, Refusal):
-                raise RuntimeError(f"hfopt: this micro-batch cannot be cut into pieces: {found.reason}")
+                raise CannotCut(found)
         assert self.rule is not None
         parts = split_batch.split(inputs, size, piece)
         sizes = [min(piece, size - start) for start in range(0, size, piece)]
         shape = self.loss_shape(inputs)
         shares = loss_rule.weights(self.rule.name, parts, sizes, shape)
         tokens = loss_rule.weights("counted", parts, sizes, shape)
+        if self._verified < _VERIFIED or not self.rule.settled:
+            self._verify(model, inputs, num_items, parts, shares, shape.tolerance)
         counting = [number for number, share in enumerate(shares) if share > 0]
         return [parts[n] for n in counting], [shares[n] for n in counting], [tokens[n] for n in counting]
+
+    def _verify(self, model: Any, inputs: Inputs, num_items: Any, parts: list[Inputs], shares: list[float], tolerance: float) -> None:
+        """Two samples can be alike by chance (one class, where classes are weighted): the losses of all pieces are compared with the whole
+        one's. Where that does not fit even without gradients, the two samples' word stands."""
+        bare = self._accelerator.unwrap_model(model)
+        loss_of = self._loss_of(bare, num_items)
+        try:
+            with self._without_a_trace(bare):
+                whole = loss_of(inputs)
+                losses = [loss_of(part) if share else 0.0 for part, share in zip(parts, shares, strict=True)]
+        except oom_errors.RAISED_AS as error:
+            if oom_errors.recognise(error) is None:
+                raise
+            return
+        values = [loss for loss in losses if loss is not None]
+        if whole is None or len(values) < len(losses):
+            return
+        summed = sum(share * loss for share, loss in zip(shares, values, strict=True))
+        if abs(summed - whole) > tolerance * max(abs(whole), *map(abs, values)):
+            reason = "the losses of its pieces, weighted by their labels or samples, do not make up the loss of the micro-batch"
+            raise CannotCut(Refusal(name="contrastive", reason=reason, batch_bound=True))
+        self._verified += 1
 
     def size(self, inputs: Inputs) -> int | None:
         return split_batch.batch_size(inputs, getattr(self.trainer.model, "main_input_name", None))
@@ -185,6 +222,11 @@ class Pieces:
         return LossShape(
             label_name=label, shifted=label != "shift_labels" and _shifts_labels(trainer), tolerance=_tolerance(trainer, self._accelerator)
         )
+
+
+def _not_one_backward(count: int) -> Refusal:
+    times = "never" if count == 0 else f"{count} times"
+    return Refusal(name="own_backward", reason=f"training_step runs accelerator.backward {times} per micro-batch", batch_bound=True)
 
 
 def may_exchange(kind: type) -> bool:

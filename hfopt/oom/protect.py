@@ -20,7 +20,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -28,15 +28,17 @@ from hfopt.errors import HfoptError
 from hfopt.facts import oom_errors
 from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, replay, split_batch
+from hfopt.oom.forward_state import ForwardState
 from hfopt.oom.loss_weights import structural_refusal
-from hfopt.oom.micro_batch import Pieces
+from hfopt.oom.micro_batch import CannotCut, Pieces
 from hfopt.oom.next_settings import Fit
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
 from hfopt.oom.record import Settings, Sink, Supervisor
 from hfopt.oom.replay import AccumulationWindow
 from hfopt.oom.step_down import Pace, Refusal, after_window
-from hfopt.schema import MemoryModel, OomSeen, ReplanStep
+from hfopt.schema import FallbackEvent, MemoryModel, OomSeen, ReplanStep
 
+EventKind = Literal["micro_batch", "oom", "decision", "window"]
 MOST_ATTEMPTS = 16  # per window: a batch of 4096 halves 12 times, and clearing and checkpointing come on top
 
 
@@ -62,7 +64,11 @@ class Guard:
         self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
         self._window: AccumulationWindow | None = None
         self._ranks: DataParallelRanks | None = None
+        self._state = ForwardState(trainer)
+        self._uncut: Refusal | None = None  # found while pieces ran; holds for the rest of the run
+        self._last: Failure | None = None
         self._told = False  # the supervisor knows why this process ends
+        self._listeners: list[Callable[[FallbackEvent], None]] = []
         self.scripts_accumulation: int | None = None  # set by a restart that has changed it; None once it is seen to
 
     def settings_changed(self) -> None:
@@ -76,6 +82,19 @@ class Guard:
     def supervised_by(self, supervisor: Supervisor) -> None:
         """What this process cannot survive, and settings that went through, are told to somebody who can start it again."""
         self.fit.supervisor = supervisor
+
+    def listen(self, listener: Callable[[FallbackEvent], None]) -> None:
+        """Calls `listener` with each event, in the training thread; what it raises comes out of the step."""
+        self._listeners.append(listener)
+
+    def _emit(self, kind: EventKind, window: AccumulationWindow, micro_batch: int | None = None, **more: Any) -> None:
+        if not self._listeners:
+            return
+        place = window.index if micro_batch is None else micro_batch
+        step = self.trainer.state.global_step
+        event = FallbackEvent(kind=kind, step=step, micro_batch=place, attempt=window.attempts, piece=window.size, **more)
+        for listener in self._listeners:
+            listener(event)
 
     # ------------------------------------------------------------------------------------------ the two wrapped methods
 
@@ -102,6 +121,7 @@ class Guard:
         return self._end(window, outcome)
 
     def _first_run(self, window: AccumulationWindow, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
+        self._emit("micro_batch", window)
         if window.size is not None:
             return self.pieces.run(model, inputs, num_items, window.size, syncs=self._syncs(window))
         with self._last_piece():
@@ -113,6 +133,10 @@ class Guard:
             return run()
         except PeerFailed as error:
             return error.with_traceback(None)
+        except CannotCut as error:
+            self._uncut = error.refusal
+            assert self._last is not None, "pieces run only after memory ran out"
+            return replace(self._last, seen=replace(self._last.seen, micro_batch=self.pieces.size(window.batches[window.index]) or 1))
         except oom_errors.RAISED_AS as error:
             found = self._failure(error, window)
             if found is None:
@@ -122,13 +146,20 @@ class Guard:
     def _begin(self, window: AccumulationWindow, model: Any) -> None:
         if window.index == 0:
             window.rng = replay.snapshot(self._device)
+            window.state, window.step = self._state.note(), self.trainer.state.global_step
+            self.pieces.after_first_piece = lambda: self._state.refusal(window.state) if window.state is not None else None
         window.counters = self.pieces.counters.snapshot()
+        if window.index == 0:
+            window.first_counters = window.counters
         if self._ranks is not None:
             self._ranks.begin(model, window_begins=window.index == 0)
 
     def _end(self, window: AccumulationWindow, loss: torch.Tensor) -> torch.Tensor:
         window.index += 1
         if window.done:
+            self._emit("window", window)
+            assert window.state is not None
+            self._state.through(window.state)
             self._pace = after_window(self._pace, window.size if window.failed else None)
         return loss
 
@@ -155,11 +186,15 @@ class Guard:
     def _replay(self, window: AccumulationWindow, model: Any, num_items: Any) -> torch.Tensor:
         """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""
         model.zero_grad()
-        assert window.rng is not None
+        assert window.rng is not None and window.state is not None
         replay.restore(window.rng)
-        for inputs in window.batches[: window.index]:
+        self._state.restore(window.state)
+        self.pieces.counters.restore(window.first_counters)  # a loss may look at what its Trainer has counted
+        for place, inputs in enumerate(window.batches[: window.index]):
+            self._emit("micro_batch", window, place)
             self.pieces.run(model, inputs, num_items, window.size, syncs=False)
         self.pieces.counters.restore(window.counters)
+        self._emit("micro_batch", window)
         return self.pieces.run(model, window.batches[window.index], num_items, window.size, syncs=self._syncs(window))
 
     def _failure(self, error: BaseException, window: AccumulationWindow) -> Failure | None:
@@ -181,6 +216,8 @@ class Guard:
             capacity_bytes=now.capacity_bytes,
         )
         lost = None if known.recoverable else "a collective ran out of memory"
+        if window.state is not None and window.state.begun:
+            lost = "the model had gradients before the step began, and they are gone"
         if self._ranks is not None and self._ranks.exchanging:
             lost = "gradients were being exchanged, so the ranks are out of step"
         elif self._ranks is not None and self.pieces.communicates:
@@ -194,6 +231,8 @@ class Guard:
         if isinstance(failure, PeerFailed):
             word = failure.word
         else:
+            self._last = failure
+            self._emit("oom", window, seen=failure.seen)
             word = self._own_word(window, model, num_items, failure)
             if self._ranks is not None and self._ranks.syncs and failure.lost is None:
                 self._ranks.join_forward()
@@ -205,18 +244,23 @@ class Guard:
         if not word.without_checkpointing:
             self.fit.enable_checkpointing()
         window.failed = True
-        window.size = word.size if word.size != rank_vote.WHOLE else window.size
+        window.size = word.size if word.size != rank_vote.WHOLE else None if self._uncut is not None else window.size
 
     def _own_word(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure) -> RankVote:
         inputs = window.batches[window.index]
-        if self.fit.process_lost() is None:
-            self.refusal = window.changed_in_place() or self.pieces.refusal(model, inputs, num_items)
+        assert window.state is not None
+        if self._uncut is not None:
+            self.refusal = self._uncut
+        elif self.fit.process_lost() is None:
+            written = window.changed_in_place() or structural_refusal(self.trainer.model, self.trainer)
+            self.refusal = written or self._state.refusal(window.state) or self.pieces.refusal(model, inputs, num_items)
         else:  # the model runs only on all ranks together, so its loss cannot be asked
             self.refusal = window.changed_in_place() or structural_refusal(model, self.trainer)
         window.attempts += 1
         piece = failure.seen.micro_batch
         lost = failure.lost or ("sixteen attempts failed" if window.attempts > MOST_ATTEMPTS else None)
         step = self.fit.step_down(failure.seen, refusal=self.refusal, lost=lost, cleared=piece in window.cleared)
+        self._emit("decision", window, decision=step)
         if step.action == "retry_after_clearing":
             window.cleared.add(piece)
         if step.action in ("restart", "give_up"):
@@ -235,7 +279,7 @@ class Guard:
             return
         self._told = True
         window = self._window
-        after_backward = window is not None and window.done
+        after_backward = window is not None and window.done and window.step == self.trainer.state.global_step
         now = device_memory.read(self._device)
         seen = OomSeen(
             phase="optimizer" if after_backward else "unknown",
@@ -278,6 +322,7 @@ def protect(
     memory: MemoryModel | None = None,
     log: record.Sink | None = None,
     settings: record.Settings | None = None,
+    events: Callable[[FallbackEvent], None] | None = None,
     settle_after: int = 3,
     grow_after: int = 100,
 ) -> AnyTrainer:
@@ -285,8 +330,8 @@ def protect(
 
     `plan` is what `hfopt.plan(trainer)` returned: the next size is chosen by its memory curve, or by `memory`, any other model. `log`
     takes an entry for each fallback, `settings` the settings to start from next time (by default `config_replanned.yaml` in the output
-    folder). A smaller size is kept once memory ran out in `settle_after` of the last 20 steps; after `grow_after` steps without trouble
-    the next larger one is tried.
+    folder), `events` each step of the fallback as it is taken. A smaller size is kept once memory ran out in `settle_after` of the last
+    20 steps; after `grow_after` steps without trouble the next larger one is tried.
     """
     if not all(hasattr(trainer, name) for name in _OF_A_TRAINER):
         raise HfoptError(
@@ -298,9 +343,13 @@ def protect(
     if known is not None:
         if memory is not None:
             known.use_memory(memory)
+        if events is not None:
+            known.listen(events)
         return trainer
     wrapped: Any = trainer
     guard = Guard(wrapped, memory=memory, log=log, settings=settings, settle_after=settle_after, grow_after=grow_after)
+    if events is not None:
+        guard.listen(events)
     setattr(wrapped, _MARK, guard)
     wrapped.get_batch_samples = guard.get_batch_samples
     wrapped.training_step = guard.training_step

@@ -14,6 +14,7 @@ rank that failed before it came to its forward joins that first (`join_forward`)
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,9 +45,10 @@ class RankVote:
     alive: bool = True  # False: a rank cannot go on, so all end
 
 
-def _leave(group: Any) -> None:
-    """Before the interpreter goes: threads of gloo that outlive it abort the process, and a run that went well would end with an error."""
-    if dist.is_initialized():
+def _leave(group: Any, owner_pid: int) -> None:
+    """Before the interpreter goes: threads of gloo that outlive it abort the process, and a run that went well would end with an error.
+    A fork of the script that ends leaves the group alone."""
+    if dist.is_initialized() and os.getpid() == owner_pid:
         with suppress(ValueError, RuntimeError):  # the script has ended the group itself
             dist.destroy_process_group(group)
 
@@ -57,7 +59,7 @@ class DataParallelRanks:
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_gloo_available() else None
         if self._group is not None:
-            atexit.register(_leave, self._group)
+            atexit.register(_leave, self._group, os.getpid())
         self._model: Any = None
         self._entered = False  # the forward has been reached in this window
         self.holding = False  # the next backward is the one before which all agree

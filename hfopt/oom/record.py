@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hfopt.files import write_whole
+from hfopt.redact import said
 from hfopt.schema import NextSettings, OomSeen, ReplanStep, RunFailure
 from hfopt.units import format_bytes
 
@@ -51,7 +52,7 @@ def sentence(seen: OomSeen, step: ReplanStep, effective_batch: int, note: str | 
 
 
 def tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{said(line)}\n")
     sys.stderr.flush()
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from hfopt.oom import split_batch
+from hfopt.oom.forward_state import Noted
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
 
@@ -85,6 +86,10 @@ def restore(state: RngState) -> None:
 
 Snapshot = dict[str, Any]
 _PLAIN = (int, float, str, bool, type(None))
+_SMALL = 4096  # numbers in a tensor that a subclass may keep for itself: a mean, a histogram
+_NOT_COUNTED = frozenset({"train_dataset", "eval_dataset", "data_collator", "processing_class", "callback_handler", "model_init"})
+_LIBRARIES = frozenset({"builtins", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "hfopt", "collections"})
+_NO_STATE = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader)
 
 
 class Counters:
@@ -94,15 +99,25 @@ class Counters:
         kind = type(trainer)
         self._trainer = trainer
         self.custom = kind.compute_loss is not Trainer.compute_loss or kind.training_step is not Trainer.training_step
+        subclasses = [base for base in kind.__mro__ if issubclass(base, Trainer) and base is not Trainer]
+        self._defaults = {name for base in subclasses for name, value in vars(base).items() if type(value) in _PLAIN and name[:2] != "__"}
 
     def snapshot(self) -> Snapshot:
         if not self.custom:
             return {}
-        return {name: _copied(value) for name, value in vars(self._trainer).items() if _is_plain(value)}
+        return {name: _copied(value) for name, value in self._kept() if _is_plain(value)}
+
+    def _kept(self) -> Iterator[tuple[str, Any]]:
+        """What it has now, and what its class gives it until it sets its own."""
+        own = vars(self._trainer)
+        yield from ((name, value) for name, value in own.items() if name not in _NOT_COUNTED)
+        yield from ((name, getattr(self._trainer, name)) for name in self._defaults if name not in own)
 
     def restore(self, snapshot: Snapshot) -> None:
         for name, value in snapshot.items():
-            setattr(self._trainer, name, _put_back(getattr(self._trainer, name), value))
+            before = _put_back(getattr(self._trainer, name), value)
+            if getattr(self._trainer, name) is not before:
+                setattr(self._trainer, name, before)
 
     def merge_pieces(self, snapshot: Snapshot, weights: Sequence[float]) -> None:
         """Lists that got one entry per piece get one entry for the micro-batch: the pieces' mean, weighted."""
@@ -110,7 +125,27 @@ class Counters:
             _merged(getattr(self._trainer, name), before, weights)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Held:
+    """A small tensor, or an object of a subclass's own: itself, and what it held."""
+
+    what: Any
+    values: Any
+
+
+def _is_small_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() <= _SMALL and not value.requires_grad and not value.is_inference()
+
+
+def _is_own_object(value: Any) -> bool:
+    """Of a class that no library of models and loops brings: TRL's running moments, a user's baseline."""
+    root = type(value).__module__.split(".")[0]
+    return hasattr(value, "__dict__") and root not in _LIBRARIES and not isinstance(value, _NO_STATE) and not callable(value)
+
+
 def _is_plain(value: Any) -> bool:
+    if _is_small_tensor(value) or _is_own_object(value):
+        return True
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in value.values())
     if isinstance(value, list):
@@ -119,6 +154,11 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
+    if _is_small_tensor(value):
+        return _Held(what=value, values=value.clone())
+    if _is_own_object(value):
+        inside = {name: inner for name, inner in vars(value).items() if _is_small_tensor(inner) or isinstance(inner, _PLAIN)}
+        return _Held(what=value, values={name: _copied(inner) for name, inner in inside.items()})
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -128,6 +168,14 @@ def _copied(value: Any) -> Any:
 
 def _put_back(now: Any, before: Any) -> Any:
     """The earlier value, in the container that is there now, which others may hold."""
+    if isinstance(before, _Held):
+        if isinstance(before.what, torch.Tensor):
+            with torch.no_grad():
+                before.what.copy_(before.values)
+        else:
+            for name, inner in before.values.items():
+                setattr(before.what, name, _put_back(getattr(before.what, name, None), inner))
+        return before.what
     if isinstance(before, dict) and isinstance(now, dict):
         restored = {key: _put_back(now.get(key), inner) for key, inner in before.items()}
         now.clear()
@@ -158,10 +206,13 @@ class AccumulationWindow:
     size: int | None  # samples per piece, None: whole micro-batches
     index: int = 0  # of the micro-batch that runs
     rng: RngState | None = None
-    counters: Snapshot = field(default_factory=dict)
+    first_counters: Snapshot = field(default_factory=dict)  # when the window began
+    counters: Snapshot = field(default_factory=dict)  # when this micro-batch began
     attempts: int = 0
     cleared: set[int] = field(default_factory=set)  # sizes that were tried again after clearing
     failed: bool = False
+    state: Noted | None = None
+    step: int = 0  # the Trainer's global step when it began
 
     @classmethod
     def of(cls, batches: Sequence[Any], size: int | None) -> AccumulationWindow:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -311,8 +312,30 @@ def test_a_fault_is_said_once_and_training_goes_on(
     monitor = getattr(Faulty, fault)(monkeypatch, tmp_path)
     run = trainer(tmp_path, monitor, logging_steps=2)
     assert run.train().global_step == 12
-    said = [line for line in capsys.readouterr().err.splitlines() if "is off from here on" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "is switched off" in line]
     assert len(said) == len(set(said)) and 1 <= len(said) <= 2, said
+
+
+def test_a_fork_of_the_script_that_ends_is_not_the_end_of_the_run(tmp_path: Path) -> None:
+    """What is registered for the interpreter's end runs in a fork too, where the script leaves it by sys.exit()."""
+    monitor = HFGpuMonitor()
+
+    class Forks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == 6 and monitor._session is not None:
+                child = os.fork()
+                if child == 0:
+                    try:
+                        monitor._session._interrupted()
+                    finally:
+                        os._exit(0)
+                os.waitpid(child, 0)
+
+    run = trainer(tmp_path, monitor)
+    run.add_callback(Forks())
+    run.train()
+    kinds = [line["kind"] for line in lines(tmp_path)]
+    assert "interrupted" not in kinds and kinds[-1] == "summary" and kinds.count("window") == 3
 
 
 @pytest.mark.slow  # a fresh interpreter
@@ -332,8 +355,6 @@ def test_a_killed_run_keeps_its_log(tmp_path: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     here = Path(__file__).parent.parent
     return {**os.environ, "PYTHONPATH": f"{here.parent}:{here / 'support'}"}
 
@@ -374,14 +395,14 @@ def test_a_card_lost_in_the_middle_is_said_once(
     run = trainer(tmp_path, monitor)
     run.add_callback(Lose())
     assert run.train().global_step == 12
-    said = [line for line in capsys.readouterr().err.splitlines() if "is off from here on" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "is switched off" in line]
     assert len(said) == 1 and pretended_card.uuid(0) in said[0]
 
 
 def test_without_a_driver_the_cpu_is_watched(tmp_path: Path, pretended_card: NvmlStandin, capsys: pytest.CaptureFixture[str]) -> None:
     pretended_card.set(init=9)
     trainer(tmp_path, HFGpuMonitor()).train()
-    said = [line for line in capsys.readouterr().err.splitlines() if "is off from here on" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "is switched off" in line]
     assert len(said) == 1 and "GPU readings" in said[0]
     (summary,) = lines(tmp_path, "summary")
     assert "hfopt/samples_per_s" in summary["metrics"] and "hfopt/gpu_util" not in summary["metrics"]

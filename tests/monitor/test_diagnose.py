@@ -225,3 +225,14 @@ def test_findings_come_weightiest_first_and_the_good_one_last() -> None:
 
 def test_a_card_that_tells_nothing_is_not_accused() -> None:
     assert causes(window(gpu=GpuWindow(uuid="GPU-0"), mfu=None)) == set()
+
+
+def test_a_run_starved_of_cpu_is_not_called_healthy() -> None:
+    """12 % of a core, the rest taken by others, was called compute-bound."""
+    run = replace(facts(), device="cpu")
+    fed_well = cpu(mfu=0.5, main_thread_util=0.99, process_cores=2.0, core_wait=0.05)
+    assert causes(fed_well, run) == {"compute_bound"}
+    starved = diagnose(replace(fed_well, main_thread_util=0.12, process_cores=0.12, core_wait=0.8), run)
+    assert {found.cause for found in starved} == {"cpu_starved"}
+    assert "waits 80.0 % of the time for a core; it had 12.0 % of one" in starved[0].message
+    assert "cpu_starved" not in causes(replace(fed_well, core_wait=None), run)

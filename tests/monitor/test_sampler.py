@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from hfopt.monitor import sampler as sampler_module
 from hfopt.monitor.fault_guard import Faults
 from hfopt.monitor.host_usage import HostReading
 from hfopt.monitor.sampler import Sampler
@@ -82,7 +83,7 @@ def test_readings_that_fail_are_said_once_and_the_host_is_still_read() -> None:
     samples = [watching.tick() for _ in range(5)]
     assert [bool(sample.gpus) for sample in samples] == [True, False, False, False, False]
     assert all(sample.cpu_util == 0.5 for sample in samples)
-    assert len(said) == 1 and "NVML is gone" in said[0] and "training goes on" in said[0]
+    assert len(said) == 1 and "NVML is gone" in said[0] and "training continues" in said[0]
 
 
 def test_a_lost_card_is_told_by_name() -> None:
@@ -138,3 +139,35 @@ def test_whatever_breaks_in_a_tick_stays_in_it(broken: str) -> None:
     assert thread is not None and thread.is_alive()
     watching.stop()
     assert len(said) == 1
+
+
+def test_a_driver_that_hangs_holds_up_nobody() -> None:
+    """Neither the start nor a reading now nor the end waits for it longer than was allowed, and it is said once."""
+    said: list[str] = []
+    released = threading.Event()
+
+    class Hangs:
+        def read(self) -> tuple[GpuReading, ...]:
+            released.wait()
+            return ()
+
+    watching = Sampler(gpus=Hangs(), host=Host(), faults=Faults(said.append), patience_s=0.05)
+    try:
+        watching.start()
+        for _ in range(3):
+            assert watching.tick().gpus == ()
+        assert watching.stop() is False
+    finally:
+        released.set()
+    assert len(said) == 1 and "the driver has not answered for 0.05 s" in said[0]
+
+
+def test_a_driver_that_hangs_at_the_first_question_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(sampler_module, "open_cards", lambda uuids: released.wait())
+    try:
+        assert sampler_module.open_cards_in_time(["GPU-a"], patience_s=0.05) == "the driver has not answered for 0.05 s"
+    finally:
+        released.set()
+    monkeypatch.setattr(sampler_module, "open_cards", lambda uuids: "no driver")
+    assert sampler_module.open_cards_in_time(["GPU-a"]) == "no driver"

@@ -18,6 +18,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfopt
+from hfopt.schema import FallbackEvent
 
 RANK = int(os.environ["RANK"])
 FAILURES: list[str] = []  # not on the trainer: what it counts is set back with the step
@@ -44,10 +45,13 @@ class Short(Trainer):
     """Runs out of memory as the schedule says; the wrapped object is told where it is by its guard."""
 
     schedule: dict[str, Any] = {}  # noqa: RUF012
+    micro_batch = 0
+
+    def at(self, event: FallbackEvent) -> None:
+        self.micro_batch = event.micro_batch
 
     def shortage(self, phases: set[str], rows: int) -> str | None:
-        window = vars(self)["_hfopt_guard"]._window if "_hfopt_guard" in vars(self) else None
-        place = f"{self.state.global_step},{window.index if window else 0}"
+        place = f"{self.state.global_step},{self.micro_batch}"
         for rank, phase, most in self.schedule.get(place, ()):
             if rank == RANK and phase in phases and rows > most:
                 FAILURES.append(f"{place} {phase} {rows}")
@@ -85,7 +89,7 @@ def run(schedule: dict[str, Any], folder: Path, accumulation: int) -> Short:
     trainer = Short(model=model, args=args, train_dataset=Samples())
     trainer.schedule = schedule
     if schedule:
-        hfopt.protect(trainer, settle_after=99)
+        hfopt.protect(trainer, settle_after=99, events=trainer.at)
 
     def hook(module: Any, inputs: Any, output: Any) -> None:
         hidden = output if torch.is_tensor(output) else output[0]

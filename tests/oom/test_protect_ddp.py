@@ -52,7 +52,8 @@ def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: P
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         outputs = [process.communicate(timeout=400)[0] for process in processes]
-    lines = [line.removeprefix("RESULT ") for output in outputs for line in output.splitlines() if line.startswith("RESULT ")]
+    # anywhere in the line: a progress bar on stderr ends without a newline
+    lines = [line.partition("RESULT ")[2] for output in outputs for line in output.splitlines() if "RESULT " in line]
     assert len(lines) == world, outputs
     return [json.loads(line) for line in lines]
 

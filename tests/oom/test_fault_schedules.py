@@ -1,0 +1,64 @@
+"""Every configuration of benchmarks/fault_schedules.py under failures of memory: recovered exactly, restarted, or refused by name."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import fault_schedules as bench
+
+pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]
+REFUSED = {
+    "class_weights": "contrastive",
+    "class_weights_tokens": "contrastive",
+    "class_weights_rare": "contrastive",  # two samples of one class do not show it
+    "contrastive": "contrastive",
+    "running_baseline": "contrastive",
+    "experts_balanced": "expert_balance",
+    "batch_norm": "batch_norm",
+    "buffer_in_forward": "state_in_forward",
+    "count_in_forward": "state_in_forward",
+    "adversarial_step": "own_backward",
+}
+"""What cannot be cut, and its name in docs/fallback.md."""
+
+
+@pytest.fixture(scope="module")
+def trials(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bench.Trials]:
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    gc.freeze()
+    yield bench.Trials(tmp_path_factory.mktemp("faults"))
+    gc.unfreeze()
+    transformers.logging.set_verbosity(verbosity)
+
+
+def fault(phase: str, step: int, most: int, **more: Any) -> bench.Fault:
+    return bench.Fault(phase=phase, step=step, micro_batch=more.pop("micro_batch", 1), most=most, **more)
+
+
+@pytest.mark.parametrize("name", bench.CONFIGURATIONS)
+def test_a_run_that_fails_ends_as_the_undisturbed_one_or_says_why_not(trials: bench.Trials, name: str) -> None:
+    rows = 2 if name == "multiple_choice" else 1  # of a sample
+    late = trials.run(name, (fault("forward", 1, 2 * rows),))
+    torn = trials.run(name, (fault("backward", 0, 2 * rows, micro_batch=0), fault("replay", 0, 0, times=1), fault("evaluation", 1, rows)))
+    drawn = trials.run(name, bench.draw(random.Random(name), evaluates=name in bench.EVALUATED))
+    for seen in (late, torn, drawn):
+        assert not seen.outcome.isupper(), f"{seen.outcome}: {seen.detail}; {seen.faults}"
+    if name in REFUSED:
+        assert {(seen.outcome, seen.detail) for seen in (late, torn)} == {("refused", REFUSED[name])}
+    else:
+        assert (late.outcome, torn.outcome) == ("recovered", "recovered")
+
+
+@pytest.mark.parametrize("phase", ["optimizer", "callback"])
+def test_what_cannot_be_repeated_goes_to_the_supervisor(trials: bench.Trials, phase: str) -> None:
+    assert trials.run("clipping", (fault(phase, 1, 0),)).outcome == "restarted"
