@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -18,11 +19,13 @@ from typing import Any
 
 from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
+from hfopt.memory.trace_store import TraceStore, before_tracing
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
-from hfopt.planner.conclusion import PlanningOutcome, concluded
+from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.evaluation_choice import first_evaluation
+from hfopt.planner.first_answer import first_answer
 from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
@@ -30,18 +33,40 @@ from hfopt.planner.result import Plan
 from hfopt.planner.search import TIE, SearchResult, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.planner.target import device_of
-from hfopt.planner.trace_ahead import Estimator
+from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.planner.trials import Tryout, confirmed
-from hfopt.schema import Candidate, EvaluationPeak, Neutrality, Rejection, Trial
+from hfopt.schema import Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial
+from hfopt.store import default_store
 from hfopt.units import format_bytes
 
 
-def make_plan(source: Any, request: Request, *, progress: Progress = lambda text: None, estimator: Estimator | None = None) -> Plan:
-    """The fastest settings that fit. `source` is a path to a YAML, a TrainingArguments (with `model=`), or a Trainer."""
+def make_plan(
+    source: Any,
+    request: Request,
+    *,
+    progress: Progress = lambda text: None,
+    estimator: Estimator | None = None,
+    announce: Progress = lambda text: None,
+) -> Plan:
+    """The fastest settings that fit. `source` is a path to a YAML, a TrainingArguments (with `model=`), or a Trainer. `announce` hears what
+    is sure before torch is imported, where it has to be."""
     started = time.perf_counter()
-    with Tryout(progress) as tryout:
+    first: list[str] = []
+
+    def known(job: TrainJob, hardware: Hardware) -> None:
+        tryout.prepare(job, hardware)
+        first.extend(filter(None, [first_answer(job, hardware, request.headroom)]))
+
+    def begin() -> None:
+        while first:
+            announce(first.pop())
+        tryout.start()
+
+    ahead = Ahead(TraceStore(default_store())) if estimator is None and request.own_process else None
+    with Tryout(progress, asked=request.dry_run) as tryout, before_tracing(begin), closing(ahead) if ahead else nullcontext():
+        estimator = estimator or ahead or TraceStore(default_store())
         if isinstance(source, (str, PathLike)):
-            subject = from_file(Path(source), request, known=tryout.prepare if request.dry_run else lambda job, hardware: None)
+            subject = from_file(Path(source), request, known=known)
         else:
             from hfopt.planner.live import from_live
 
@@ -69,6 +94,8 @@ def plan_subject(
     pricing = device.pricing(subject, estimator, progress)
 
     pool = candidates(space)
+    pricing.most_traces = len({pricing.settings(candidate) for candidate in pool})
+    pricing.enough_batch = LARGER_BATCHES[-1] * space.effective_batch // space.world_size
     rescue = Rescue(subject=subject, device=device, pricing=pricing, pool=pool)
     if rescue.hopeless():
         raise rescue.error()
@@ -86,10 +113,10 @@ def plan_subject(
         tried_pool = pool if search.refused is None else tuple(c for c in pool if c.accumulation == subject.job.accumulation)
         raise search.explained(replace(rescue, pool=tried_pool).error())
     before = pricing.memory(current), pricing.fits(current)
-    evaluation = first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
+    evaluation = None if search.interrupted else first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
 
     def tried(candidate: Candidate) -> Trial | None:
-        return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
+        return None if search.interrupted else run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
 
     result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
     course = PlanningOutcome(
@@ -106,7 +133,10 @@ def plan_subject(
         neutrality=search.neutrality,
         evaluation=evaluation,
     )
-    return concluded(course)
+    made = concluded(course)
+    if search.interrupted:
+        made = replace(made, facts=replace(made.facts, warnings=(*made.facts.warnings, search.interrupted)))
+    return made
 
 
 @dataclass(kw_only=True)
@@ -121,6 +151,7 @@ class Search:
     progress: Progress
     neutrality: Neutrality | None = None
     refused: SearchResult | None = None  # what would fit with another accumulation, where that would train something else
+    interrupted: str | None = None  # said where Ctrl-C ended the search, and what was traced by then answers
     _asked: bool = False
 
     def __call__(self) -> SearchResult:
@@ -131,7 +162,22 @@ class Search:
         return found
 
     def _best(self, space: Space) -> SearchResult:
-        return best_first(candidates(space), self.pricing, self.pricing.budget_bytes, current=self.current)
+        pool = candidates(space)
+        try:
+            return self._best_of(pool if self.interrupted is None else self._with_trace(pool))
+        except KeyboardInterrupt:
+            traced = self._with_trace(pool)
+            found = self._best_of(traced)
+            if not found.ranked:
+                raise
+            self.interrupted = f"interrupted: the best of {len(traced)} of {len(pool)} settings, neither tried nor with its evaluation"
+            return found
+
+    def _best_of(self, pool: Sequence[Candidate]) -> SearchResult:
+        return best_first(pool, self.pricing, self.pricing.budget_bytes, current=self.current)
+
+    def _with_trace(self, pool: Sequence[Candidate]) -> list[Candidate]:
+        return [candidate for candidate in pool if self.pricing.has_own_trace(candidate)]
 
     def _ask_neutrality(self, found: SearchResult) -> None:
         """Only when the best candidate would trade batch for accumulation and nobody allowed that: it takes a second of real steps.

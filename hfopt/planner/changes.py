@@ -47,7 +47,7 @@ class Outcome:
     effective_batch: int
     budget_bytes: int
     device: str
-    evaluation: tuple[tuple[str, int, str], ...] = ()  # keys of the evaluation, each with its value and reason
+    further: tuple[tuple[str, int, str], ...] = ()  # keys of generation and evaluation, each with its value and reason
     learning_rate: tuple[float, str] | None = None
 
 
@@ -93,16 +93,16 @@ def _precision(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
         fault
         or {
             "bf16": f"tensor cores of {outcome.device} at full rate, half the activation memory, the range of float32",
-            "fp16": f"the tensor cores of {outcome.device} know fp16 only; with loss scaling",
+            "fp16": f"the tensor cores of {outcome.device} support fp16 only; with loss scaling",
             "tf32": f"float32 matmuls on the tensor cores of {outcome.device}; weights and activations stay float32",
-            "fp32": f"{outcome.device} has no {was}",
+            "fp32": f"{outcome.device} has no {was} arithmetic",
         }[chosen]
     )
     for name in ("fp16", "bf16", "tf32"):
         if name == chosen:
             yield name, True, why
         elif setting.args.get(name) is True and not (name == "tf32" and chosen in ("bf16", "fp16")):
-            yield name, False, f"{chosen} takes its place"
+            yield name, False, why if chosen == "fp32" else f"{chosen} replaces it"
 
 
 def _checkpointing(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
@@ -138,7 +138,7 @@ def _others(outcome: Outcome) -> Iterator[Wanted]:
         yield "attn_implementation", chosen.attn_implementation, ATTENTION_REASONS[chosen.attn_implementation]
     if outcome.learning_rate is not None:
         yield "learning_rate", *outcome.learning_rate
-    yield from outcome.evaluation
+    yield from outcome.further
 
 
 def _loader(outcome: Outcome) -> Iterator[Wanted]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.timeline import live_over_time
 from hfopt.planner.pricing import Pricing
-from hfopt.planner.space import Space, divisors
+from hfopt.planner.space import Space, divisors, micro_batches
 from hfopt.schema import BatchPoint, Candidate, Checkpointing, Gpu, PlanCharts, TimelinePoint
 
 MOMENTS = 240
@@ -61,13 +61,13 @@ def _timeline(curve: MemoryCurve, batch: int) -> tuple[TimelinePoint, ...]:
 
 def _by_batch(pricing: Pricing, space: Space, winner: Candidate) -> Iterator[BatchPoint]:
     per_device = space.effective_batch // space.world_size
-    exact = set(divisors(per_device))
+    choosable = set(micro_batches(space))
     for checkpointing in dict.fromkeys((Checkpointing(), *space.checkpointings, winner.checkpointing)):
         setting = replace(winner, checkpointing=checkpointing)
         if not pricing.known(setting):
             continue
         limit = pricing.known_limit(setting) or 0
-        batches = sorted({*exact, *_round_batches(max(per_device, min(2 * limit, BEYOND * per_device)))})
+        batches = sorted({*divisors(per_device), *_round_batches(max(per_device, min(2 * limit, BEYOND * per_device)))})
         for batch, device_bytes in zip(batches, pricing.nearest_device_bytes(setting, batches), strict=True):
             point = replace(setting, per_device_batch=batch, accumulation=max(1, round(per_device / batch)))
             chosen = point == winner
@@ -78,7 +78,7 @@ def _by_batch(pricing: Pricing, space: Space, winner: Candidate) -> Iterator[Bat
                 device_bytes=pricing.memory(winner).device_bytes if chosen else device_bytes,
                 samples_per_s=pricing.time(point).samples_per_s,
                 fits=batch <= limit,
-                keeps_effective_batch=batch in exact,
+                may_be_chosen=batch in choosable and checkpointing in space.checkpointings,
                 chosen=chosen,
             )
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from hfopt.compat.transformers_patches import default_optim
 from hfopt.compat.versions import release, source_folder
-from hfopt.config.settings import checkpointing_of, precision_of
 from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
+from hfopt.model.model_facts import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.grpo import batch_rule
 from hfopt.planner.request import Request, Subject
@@ -46,7 +46,7 @@ class Offer:
 
 def attention_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None) -> Offer:
     """As it is, and what is faster: sdpa instead of eager, flash_attention_2 where package and card have it."""
-    if ATTENTION not in allowed or ATTENTION in subject.job.kept:
+    if ATTENTION not in allowed or ATTENTION in subject.job.fixed:
         return Offer(values=(None,))
     if subject.loaded is None or ATTENTION not in subject.loaded.homes:
         note = f"--allow {ATTENTION}: the config does not state it, so there is no value to change; it is an argument of from_pretrained"
@@ -64,7 +64,7 @@ def attention_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None
 
 
 def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
-    if LIGER not in allowed or LIGER in subject.job.kept:
+    if LIGER not in allowed or LIGER in subject.job.fixed:
         return Offer(values=(False,))
     why_not = why_no_liger(subject)
     if why_not is not None:
@@ -76,14 +76,13 @@ def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
 
 
 def why_no_liger(subject: Subject) -> str | None:
-    workload, args = subject.workload, subject.job.args
-    config = getattr(workload.build_model, "config", None)
-    model_type = getattr(config, "model_type", None)
+    workload = subject.workload
+    model_type = facts_of(workload).model_type
     if workload.task != "causal_lm" or workload.compute_loss is not None:
         return "its fused loss is for causal language models with their own loss"
     if model_type not in _liger_types():
         return f"liger-kernel does not know {model_type}"
-    if args.get("label_smoothing_factor"):
+    if subject.job.settings.label_smoothing:
         return "the Trainer's label smoothing needs the logits that it leaves out"
     return None
 
@@ -110,21 +109,21 @@ def current_candidate(subject: Subject) -> Candidate:
     return Candidate(
         per_device_batch=job.per_device_batch,
         accumulation=job.accumulation,
-        precision=precision_of(job.args),
-        checkpointing=checkpointing_of(job.args),
-        torch_compile=job.args.get("torch_compile") is True,
+        precision=job.settings.precision,
+        checkpointing=job.settings.checkpointing,
+        torch_compile=job.settings.torch_compile,
         use_liger_kernel=runs_liger(subject),
     )
 
 
 def runs_liger(subject: Subject) -> bool:
     """The config sets it, and its fused loss is one that can be traced; the package need not be here for that."""
-    return subject.job.args.get(LIGER) is True and why_no_liger(subject) is None
+    return subject.job.settings.liger and why_no_liger(subject) is None
 
 
 def liger_note(subject: Subject) -> tuple[str, ...]:
     """What is made of a `use_liger_kernel: true` of the config."""
-    if subject.job.args.get(LIGER) is not True or subject.trainer is not None:  # of a live one its own rules speak
+    if not subject.job.settings.liger or subject.trainer is not None:  # of a live one its own rules speak
         return ()
     if (why_not := why_no_liger(subject)) is not None:
         return (f"{LIGER}: true is set; what it saves is not in the figures ({why_not}), so there is more room than they say",)
@@ -133,19 +132,19 @@ def liger_note(subject: Subject) -> tuple[str, ...]:
 
 
 def precisions_of(subject: Subject, device: TargetDevice, current: Candidate) -> Precisions:
-    stored = device.stored_in(subject.workload)
+    stored = subject.workload.weights_dtype
     facts = NumericFacts(
         family=subject.workload.model_class,
         weights_dtype=stored,
-        trained_in=device.trained_in(subject.workload),
+        trained_in=subject.workload.checkpoint_dtype,
         gradients_in=_gradients_in(subject, stored),
     )
-    return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.kept.intersection(PRECISION_KEYS)))
+    return precisions(device.gpu, current.precision, facts, keep=bool(subject.job.fixed.intersection(PRECISION_KEYS)))
 
 
 def _gradients_in(subject: Subject, stored: str | None) -> str | None:
     """Of what trains: adapters are float32 on any model; DeepSpeed scales in a way of its own."""
-    if subject.job.args.get("deepspeed"):
+    if subject.job.settings.engine.deepspeed is not None:
         return None
     if subject.trainer is None:
         return None if subject.job.model.lora is not None else stored
@@ -155,13 +154,13 @@ def _gradients_in(subject: Subject, stored: str | None) -> str | None:
 
 def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: Precisions, current: Candidate) -> Space:
     job, workload = subject.job, subject.workload
-    kept = job.kept
+    kept = job.fixed
     effective = request.effective_batch or job.effective_batch
     trades = "accumulation" in request.allow or effective != job.effective_batch
     rule = batch_rule(job)
     pinned = not trades and (workload.batch_dependent_loss is not None or rule.keeps_pair)
     compiled = (current.torch_compile,) if "torch_compile" not in request.allow or current.torch_compile else (False, True)
-    fused = "optim" in request.allow and "optim" not in kept and (job.args.get("optim") or default_optim()) == "adamw_torch"
+    fused = "optim" in request.allow and "optim" not in kept and job.settings.optim == "adamw_torch"
     return Space(
         effective_batch=effective,
         world_size=job.world_size,
@@ -199,9 +198,9 @@ def defaults() -> dict[str, Any]:
 
 def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing, ...]:
     job, workload = subject.job, subject.workload
-    if job.kept.intersection(CHECKPOINTING_KEYS):
+    if job.fixed.intersection(CHECKPOINTING_KEYS):
         return (current.checkpointing,)
-    graded = _graded() and not tool_checkpoints(subject)
+    graded = _graded(job.for_transformers) and not tool_checkpoints(subject)
     return checkpointing_choices(current.checkpointing, possible=workload.checkpointable, graded=graded, layers=workload.layers)
 
 
@@ -211,6 +210,6 @@ def tool_checkpoints(subject: Subject) -> bool:
     return home is not None and home.word is not None
 
 
-def _graded() -> bool:
-    """every_n_layers is known to transformers from 5.22 on."""
-    return release(installed().version) >= (5, 22)
+def _graded(for_transformers: str | None) -> bool:
+    """every_n_layers is known to transformers from 5.22 on: to the one that is traced, and to the one that reads the file."""
+    return all(release(version) >= (5, 22) for version in (installed().version, for_transformers) if version is not None)

@@ -1,59 +1,68 @@
 """One job, many cards: the traces are shared, only memory budgets and speeds differ, so each further card costs milliseconds.
 
-Kernels and allocations depend on the card only through its compute capability; cards whose traces are the same by the rules share them.
+Kernels and allocations depend on the card only through its compute capability; cards whose capabilities choose alike share a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.errors import ConfigError, HfoptError, NothingFits
+from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.step_memory import Estimate, context_bytes, estimate
+from hfopt.hardware.prices import RentalOffer, cheapest
+from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
+from hfopt.planner.device_figures import with_host
 from hfopt.planner.request import USE_CPU, Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.schema import Assumption, StepSettings, Workload
-from hfopt.speed.efficiency import cards_error
-from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
+from hfopt.schema import Assumption
+from hfopt.store import default_store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What one card makes of the job."""
+    """What one card makes of the job, and what renting it costs."""
 
     card: str
     plan: Plan | None
+    cards: int = 1
     why_not: str | None = None
     run_s: float | None = None
-    cost: float | None = None
+    offer: RentalOffer | None = None
     assumed: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def cells(self) -> tuple[str, ...]:
-        if self.plan is None:
-            return self.card, "no", self.why_not or "", "", "", "", "", ""
-        after = self.plan.facts.after
-        return (
-            self.card,
-            "yes",
-            _settings(self.plan),
-            self._rate(),
-            format_percent(after.time.gpu_utilization),
-            format_bytes(after.memory.device_bytes),
-            "" if self.run_s is None else format_seconds(self.run_s),
-            "" if self.cost is None else f"{self.cost:.2f}",
-        )
+    @property
+    def samples_per_s(self) -> float | None:
+        return None if self.plan is None else self.plan.facts.after.time.samples_per_s
 
-    def _rate(self) -> str:
-        assert self.plan is not None
-        time = self.plan.facts.after.time
-        rate = format_rate(time.samples_per_s, "").removesuffix(" /s")
-        return rate if time.rate_error is None else f"{rate} ± {round(100 * time.rate_error)} %"
+    @property
+    def usd_per_hour(self) -> float | None:
+        return None if self.offer is None else self.offer.hour_of(self.cards)
+
+    @property
+    def usd_per_million(self) -> float | None:
+        """Of a million samples."""
+        rate, hour = self.samples_per_s, self.usd_per_hour
+        return None if not rate or hour is None else hour * 1e6 / rate / 3600
+
+    @property
+    def kwh_per_million(self) -> float | None:
+        power_w = None if self.plan is None else self.plan.facts.after.time.power_w
+        return None if power_w is None or not self.samples_per_s else self.cards * power_w * 1e6 / self.samples_per_s / 3.6e6
+
+    @property
+    def cost(self) -> float | None:
+        """Of the whole run."""
+        return None if self.run_s is None or self.usd_per_hour is None else self.usd_per_hour * self.run_s / 3600
+
+    @property
+    def kwh(self) -> float | None:
+        power_w = None if self.plan is None else self.plan.facts.after.time.power_w
+        return None if power_w is None or self.run_s is None else self.cards * power_w * self.run_s / 3.6e6
 
     def to_json(self) -> dict[str, Any]:
         data: dict[str, Any] = {
@@ -62,6 +71,10 @@ class Row:
             "why_not": self.why_not,
             "run_s": self.run_s,
             "cost": self.cost,
+            "kwh": self.kwh,
+            "usd_per_million_samples": self.usd_per_million,
+            "kwh_per_million_samples": self.kwh_per_million,
+            "offer": None if self.offer is None else _offer(self.offer, self.usd_per_hour),
             "assumed": [asdict(item) for item in self.assumed],
         }
         if self.plan is not None:
@@ -70,95 +83,47 @@ class Row:
         return data
 
 
-class SharedTraces:
-    """An estimator that traces once per kind of capability: what differs between cards of one kind is the context's size only."""
-
-    def __init__(self) -> None:
-        self._made: dict[StepSettings, Estimate] = {}
-
-    def __call__(self, workload: Workload, settings: StepSettings) -> Estimate:
-        kind = replace(settings, capability=_kind(settings.capability), multiprocessors=None)
-        if kind not in self._made:
-            self._made[kind] = estimate(workload, kind)
-        shared = self._made[kind]
-        context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
-        curve = MemoryCurve(shared.curve.timeline, context, shared.curve.varying, shared.curve.goes_on, shared.curve.options)
-        return replace(shared, curve=curve)
+def _offer(offer: RentalOffer, usd_per_hour: float | None) -> dict[str, Any]:
+    return {
+        "provider": offer.provider,
+        "product": offer.product,
+        "usd_per_hour": usd_per_hour,
+        "source": offer.source,
+        "date": None if offer.date is None else offer.date.isoformat(),
+    }
 
 
-def _kind(capability: tuple[int, int]) -> tuple[int, int]:
-    """Before 8.0 there is no flash attention; 9.0 and later take larger cuBLAS workspaces. Within these the traces are the same."""
-    if capability < (8, 0):
-        return (7, 5)
-    return (8, 0) if capability < (9, 0) else (9, 0)
-
-
-def compare_cards(config: Path, names: Sequence[str], request: Request, *, prices: Mapping[str, float] | None = None) -> tuple[Row, ...]:
-    """A row per card, in the order given."""
-    traces = SharedTraces()
+def compare_cards(config: Path, names: Sequence[str], request: Request, *, offers: Sequence[RentalOffer] = ()) -> tuple[Row, ...]:
+    """A row per card, in the order given; a card that was named twice has one."""
+    traces = TraceStore(default_store())
     subject = from_file(config, replace(request, gpu=names[0]))
-    if subject.job.args.get(USE_CPU) is True:
+    if subject.job.settings.use_cpu:
         raise ConfigError(f"{config}: {USE_CPU}: true, so no card is used", hint=f"drop {USE_CPU} to compare cards")
-    return tuple(_row(subject, name, request, traces, prices or {}) for name in names)
+    rows = [_row(subject, name, request, traces, offers) for name in names]
+    return tuple({row.card: row for row in rows}.values())
 
 
-def told_apart(rows: Sequence[Row]) -> str | None:
-    """Which cards are as fast as the fastest for all the prediction can say; None where it stands alone."""
-    rates = {row.card: row.plan.facts.after.time.samples_per_s for row in rows if row.plan is not None}
-    best = max(rates.values(), default=0.0)
-    equal = [card for card, rate in sorted(rates.items(), key=lambda item: -item[1]) if rate * (1 + cards_error()) >= best]
-    if len(equal) < 2:
-        return None
-    listed = f"{', '.join(equal[:-1])} and {equal[-1]}"
-    return f"{listed} cannot be told apart: 8 of 10 ratios between cards are met within {format_percent(cards_error())}"
-
-
-def _row(subject: Subject, name: str, request: Request, traces: SharedTraces, prices: Mapping[str, float]) -> Row:
-    hardware = named(name, count=request.num_gpus or 1)
+def _row(subject: Subject, name: str, request: Request, traces: TraceStore, offers: Sequence[RentalOffer]) -> Row:
+    count = request.num_gpus or 1
+    hardware = with_host(named(name, count=count), subject.named_host)
     card = hardware.gpus[0].name if hardware.gpus else "CPU"
     subject = replace(subject, hardware=hardware)
+    offer = cheapest(offers, card, count)
     try:
         made = plan_subject(subject, request, estimator=traces)
     except NothingFits as error:
-        return Row(card=card, plan=None, why_not=str(error).partition(": ")[2], assumed=subject.assumed, notes=hardware.notes)
+        why_not = str(error).partition(": ")[2]
+        return Row(card=card, plan=None, cards=count, why_not=why_not, offer=offer, assumed=subject.assumed, notes=hardware.notes)
     run_s = _run_s(subject, made)
-    price = _price(prices, name, card)
-    cost = None if price is None or run_s is None else price * (request.num_gpus or 1) * run_s / 3600
-    return Row(card=card, plan=made, run_s=run_s, cost=cost, assumed=subject.assumed, notes=made.facts.notes)
+    return Row(card=card, plan=made, cards=count, run_s=run_s, offer=offer, assumed=subject.assumed, notes=made.facts.notes)
 
 
 def _run_s(subject: Subject, made: Plan) -> float | None:
     """The whole run: max_steps, or the epochs over the samples; None where the config says neither."""
-    args, time = subject.job.args, made.facts.after.time
-    steps = args.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
-        return steps * time.step_s
+    settings, time = subject.job.settings, made.facts.after.time
+    if settings.max_steps is not None:
+        return settings.max_steps * time.step_s
     count = subject.job.data.samples
     if count is None:
         return None
-    return float(args.get("num_train_epochs") or 3.0) * count / time.samples_per_s
-
-
-def _price(prices: Mapping[str, float], name: str, card: str) -> float | None:
-    """By the name the user gave, or by any spelling of the card."""
-    for key, price in prices.items():
-        if key.lower() in (name.lower(), card.lower()) or _same_card(key, card):
-            return price
-    return None
-
-
-def _same_card(key: str, card: str) -> bool:
-    try:
-        return any(gpu.name == card for gpu in named(key).gpus)
-    except HfoptError:
-        return False
-
-
-def _settings(made: Plan) -> str:
-    candidate = made.candidate
-    parts = [f"{candidate.per_device_batch} × {candidate.accumulation}", candidate.precision_words(made.facts.weights_dtype)]
-    if candidate.checkpointing.on:
-        parts.append(
-            "checkpointing" if candidate.checkpointing.every_n_layers == 1 else f"checkpointing/{candidate.checkpointing.every_n_layers}"
-        )
-    return " ".join(parts)
+    return settings.epochs * count / time.samples_per_s

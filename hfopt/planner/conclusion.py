@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from hfopt.compat.versions import torch_build
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
+from hfopt.hardware.torch_kernels import missing_kernels
+from hfopt.model.model_facts import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
 from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
-from hfopt.planner.grpo import batch_rule, check_generation
+from hfopt.planner.grpo import batch_rule, check_generation, evaluation_notes, steps_change
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
@@ -28,6 +31,7 @@ from hfopt.planner.trials import Confirmed
 from hfopt.planner.vllm_share import check_vllm, phases
 from hfopt.schema import (
     Advice,
+    Assumption,
     Candidate,
     Change,
     Checkpointing,
@@ -43,6 +47,7 @@ from hfopt.schema import (
 )
 from hfopt.units import format_bytes, format_percent, format_rate
 
+LARGER_BATCHES = (2, 4, 8)  # times the effective batch, that are looked at
 IDLE = 0.85  # below this utilization the effective batch is looked at
 WORTH = 1.05  # a gain below this is not worth a word
 EXPANDABLE_SHARE = 0.03  # of the budget that expandable segments must give back
@@ -60,7 +65,7 @@ def _larger_batch(facts: PlanFacts, pricing: Pricing, alone: StepTime) -> Iterat
         return
     limit = pricing.known_limit(winner) or 0
     gains = []
-    for factor in (2, 4, 8):
+    for factor in LARGER_BATCHES:
         batch = winner.per_device_batch * factor
         if batch > limit:
             break
@@ -70,8 +75,9 @@ def _larger_batch(facts: PlanFacts, pricing: Pricing, alone: StepTime) -> Iterat
             gains.append(f"{factor}x ({facts.effective_batch * factor}): {gain:.1f} times the samples/s")
     if gains:
         busy, rate = format_percent(alone.gpu_utilization), format_rate(alone.samples_per_s, "samples")
+        device = "CPU" if facts.hardware.smallest is None else "card"
         yield Advice(
-            title=f"an effective batch of {facts.effective_batch} keeps the card busy only {busy} of the time",
+            title=f"an effective batch of {facts.effective_batch} keeps the {device} busy only {busy} of the time",
             detail=f"{'; '.join(gains)} (now {rate}). It changes the training, so the learning rate may need scaling",
             flag=f"--effective-batch {facts.effective_batch * 2} --lr-scaling sqrt",
         )
@@ -131,6 +137,7 @@ def concluded(course: PlanningOutcome) -> Plan:
     subject, device, pricing, result = course.subject, course.device, course.pricing, course.result
     winner, winner_time = result.winner
     before, after = _before_and_after(course, course.feeding)
+    changes = _changes(course, before, after)
     facts = PlanFacts(
         job=subject.job,
         hardware=subject.hardware,
@@ -138,26 +145,35 @@ def concluded(course: PlanningOutcome) -> Plan:
         budget_bytes=device.budget_bytes,
         before=before,
         after=after,
-        changes=_changes(course, before, after),
+        changes=changes,
+        as_written=_as_written(subject, changes),
         alternatives=_alternatives(course, course.feeding, after.loader),
         rejected=result.found.rejected,
         trial=result.verdict.trial,
         correction=result.correction,
         neutrality=course.neutrality,
-        assumed=subject.assumed,
+        assumed=_assumed(course),
         warnings=_warnings(course),
         notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
-        weights_dtype=device.stored_in(subject.workload),
+        weights_dtype=subject.workload.weights_dtype,
         phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
         repairs=subject.repairs,
+        launches=device.launches,
     )
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),
         loaded=subject.loaded,
-        charts=charts(pricing, course.space, winner, device.gpu) if course.request.charts else PlanCharts(),
+        charts=charts(pricing, _searched(course), winner, device.gpu) if course.request.charts else PlanCharts(),
         trial_runs=result.verdict.runs,
         curve=partial(memory_of_pieces, pricing, winner),
     )
+
+
+def _searched(course: PlanningOutcome) -> Space:
+    """The space as it was searched in the end: where accumulation would change the gradients, the config's own stays."""
+    known, own = course.neutrality, course.subject.job.accumulation
+    stays = known is not None and not known.neutral and "accumulation" not in course.request.allow
+    return replace(course.space, accumulation=own) if stays and course.result.winner[0].accumulation == own else course.space
 
 
 def memory_of_pieces(pricing: Pricing, winner: Candidate) -> PlannedMemory:
@@ -188,29 +204,50 @@ def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen
 
 
 def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Change, ...]:
-    job = course.subject.job
+    job, winner = course.subject.job, course.result.winner[0]
+    evaluation = () if course.evaluation is None else course.evaluation.planned(winner)[1]
     outcome = Outcome(
         before=before,
         after=after,
         effective_batch=course.space.effective_batch,
         budget_bytes=course.device.budget_bytes,
         device=course.device.name,
-        evaluation=() if course.evaluation is None else course.evaluation.planned(course.result.winner[0])[1],
+        further=(*steps_change(job, winner.per_device_batch), *evaluation),
         learning_rate=_learning_rate(course),
     )
-    kept = job.kept | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
-    return changes(Setting(args={**_attention(course), **job.args}, defaults=defaults(), kept=kept), outcome)
+    kept = job.fixed | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
+    return changes(Setting(args={**_attention(course), **job.raw}, defaults=defaults(), kept=kept), outcome)
+
+
+def _as_written(subject: Subject, made: tuple[Change, ...]) -> dict[str, Change]:
+    """Changes of keys that the file's tool spells otherwise (LLaMA-Factory's disable_gradient_checkpointing), as they stand in the file."""
+    homes = {} if subject.loaded is None else subject.loaded.homes
+    spelled = ((change, homes[change.key]) for change in made if change.key in homes)
+    return {
+        change.key: replace(change, key=home.key, before=home.word.say(change.before), after=home.word.say(change.after))
+        for change, home in spelled
+        if home.word is not None
+    }
+
+
+def _assumed(course: PlanningOutcome) -> tuple[Assumption, ...]:
+    """The picture of the job, of vLLM beside it and of its evaluation."""
+    vllm, evaluation = course.device.vllm, course.evaluation
+    beside = () if vllm is None else vllm.assumed
+    return (*course.subject.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
     fault = course.allowed.fault
     wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
-    return (*wrong, *_growing(course))
+    kernels = missing_kernels(course.device.gpu, torch_build())
+    overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
+    return (*wrong, *(() if kernels is None else (str(kernels),)), *_growing(course), *course.subject.warnings, *overflow)
 
 
 def _instead(winner: Candidate) -> str:
     if winner.precision == "bf16":
-        return "bf16 takes its place"
+        return "bf16 replaces it"
     return "planned without it; for fp16 load the model in float32 (dtype: float32)"
 
 
@@ -228,9 +265,9 @@ def _growing(course: PlanningOutcome) -> tuple[str, ...]:
 
 def _grows(subject: Subject) -> bool:
     """By the rule: the plain Trainer with the model's own loss."""
-    model_type = getattr(getattr(subject.workload.build_model, "config", None), "model_type", None)
-    plain = subject.job.trainer in ("Trainer", "Seq2SeqTrainer") and not subject.job.args.get("label_smoothing_factor")
-    return plain and isinstance(model_type, str) and grows_with_accumulation(model_type, subject.workload.model_class) is True
+    model_type = facts_of(subject.workload).model_type
+    plain = subject.job.trainer in ("Trainer", "Seq2SeqTrainer") and not subject.job.settings.label_smoothing
+    return plain and model_type is not None and grows_with_accumulation(model_type, subject.workload.model_class) is True
 
 
 def _attention(course: PlanningOutcome) -> dict[str, str]:
@@ -245,11 +282,10 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     yield from subject.notes
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
-    yield from unseen(subject.job.args, subject.job.trainer)
+    yield from unseen(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
     yield from batch_rule(subject.job).notes
     yield from _shapes(course)
-    yield from course.allowed.warnings
     yield from subject.workload.notes
     yield from _generation(course)
     yield from course.evaluation.notes if course.evaluation is not None else ()
@@ -260,15 +296,16 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
 
 
 def _shapes(course: PlanningOutcome) -> Iterator[str]:
-    compiled = course.result.winner[0].torch_compile or course.subject.job.args.get("torch_compile") is True
+    compiled = course.result.winner[0].torch_compile or course.subject.job.settings.torch_compile
     if compiled and course.subject.workload.lengths is not None:
         yield "torch_compile compiles anew for every length: pad all samples to one (or to a multiple of 64), and drop the last batch"
 
 
 def _generation(course: PlanningOutcome) -> Iterator[str]:
     device, workload = course.device, course.subject.workload
-    winner, dtype = course.result.winner[0], device.stored_in(workload)
+    winner, dtype = course.result.winner[0], workload.weights_dtype
     peak = course.pricing.memory(winner)
+    yield from evaluation_notes(course.subject, winner.per_device_batch)
     yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
     if device.vllm is not None and device.gpu is not None:
         card = device.gpu.available_bytes
@@ -276,22 +313,28 @@ def _generation(course: PlanningOutcome) -> Iterator[str]:
 
 
 def _failures(course: PlanningOutcome) -> Iterator[str]:
+    stored = course.subject.workload.weights_dtype
+
+    def words(c: Candidate) -> str:
+        return f"{c.per_device_batch} × {c.accumulation} {c.precision_words(stored)}"
+
     for trial in course.result.verdict.failed:
-        c = trial.candidate
-        words = f"{c.per_device_batch} × {c.accumulation} {c.precision_words(course.device.stored_in(course.subject.workload))}"
-        yield f"{words} was predicted to fit and ran out of memory in the dry run: left out"
+        yield f"{words(trial.candidate)} was predicted to fit and ran out of memory in the dry run: left out"
+    for trial in course.result.verdict.timed_out:
+        yield f"{words(trial.candidate)} was not measured: its dry run reached the time limit, and no other was started after it"
 
 
 def _alternatives(course: PlanningOutcome, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
-    """The runners-up that fit at their own batch, fed by the winner's loader so that their rates compare with its own."""
+    """The runners-up that fit at their own batch, fastest first, fed by the winner's loader so that their rates compare with its own."""
     winner = course.result.winner[0]
     others = [pair for pair in course.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
     memories = course.pricing.nearest_memories([candidate for candidate, _ in others])
-    return tuple(
+    priced = [
         Priced(candidate=candidate, memory=memory, time=feeding.fed(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
         if memory.device_bytes <= course.device.budget_bytes
-    )
+    ]
+    return tuple(sorted(priced, key=lambda one: -one.time.samples_per_s))
 
 
 def _learning_rate(course: PlanningOutcome) -> tuple[float, str] | None:
@@ -299,7 +342,7 @@ def _learning_rate(course: PlanningOutcome) -> tuple[float, str] | None:
     before = job.effective_batch
     if scaling == "none" or effective == before:
         return None
-    rate = float(job.args.get("learning_rate") or defaults()["learning_rate"])
+    rate = job.settings.learning_rate
     factor = effective / before if scaling == "linear" else (effective / before) ** 0.5
     scaled = float(f"{rate * factor:.6g}")
     return scaled, f"--lr-scaling {scaling}: the effective batch goes from {before} to {effective}"

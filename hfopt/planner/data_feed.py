@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hfopt.model.model_facts import sample_of
 from hfopt.planner.request import Subject
 from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
 from hfopt.speed.dataloader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
@@ -17,6 +18,7 @@ KEYS = {
     "pin_memory": "dataloader_pin_memory",
     "persistent_workers": "dataloader_persistent_workers",
 }
+TIE = 0.02  # as the search's ranking has it: rates closer than this are equal
 TYPICAL_PIXELS = 500 * 375  # of the picture the table's cost was measured on
 
 
@@ -29,13 +31,12 @@ class Feeding:
 
     def current(self) -> LoaderPlan:
         """What the config has now."""
-        args = self.subject.job.args
-        workers = int(args.get("dataloader_num_workers") or 0)
+        now = self.subject.job.settings.loader
         return LoaderPlan(
-            workers=workers,
-            prefetch_factor=(int(args.get("dataloader_prefetch_factor") or 2) if workers else None),
-            pin_memory=args.get("dataloader_pin_memory") is not False,
-            persistent_workers=args.get("dataloader_persistent_workers") is True,
+            workers=now.workers,
+            prefetch_factor=now.prefetch_factor,
+            pin_memory=now.pin_memory,
+            persistent_workers=now.persistent_workers,
             sample_s=self.cost.mean_s,
             busy_share=self.cost.busy_share,
             measured=self.cost.measured,
@@ -43,7 +44,8 @@ class Feeding:
         )
 
     def planned(self, candidate: Candidate, time: StepTime) -> LoaderPlan:
-        """The smallest loader that keeps up; where nothing was measured, no worker that the user has is taken away."""
+        """The smallest loader that keeps up. The config's own stays where another would gain nothing, or have fewer workers than the user
+        chose: fewer are never faster, and only shards that are not there rule them out."""
         demand = Demand(
             micro_batch=candidate.per_device_batch,
             step_s=time.step_s,
@@ -57,23 +59,20 @@ class Feeding:
         most = self.subject.most_workers
         if most is not None and plan.workers > most:
             plan = replace(plan, workers=most, reason=f"{plan.reason}; the data has shards for {most}")
-        if plan.workers < now.workers and not self.cost.measured:
-            plan = self._no_fewer(now)
+        if most is not None and now.workers > most:
+            plan = replace(now, workers=max(1, most), reason=f"the data has shards for {most}")
+        elif plan.workers != now.workers and not self._gains(candidate, time, plan, now):
+            plan = now
         if plan.workers == now.workers:
             plan = replace(plan, persistent_workers=now.persistent_workers or plan.persistent_workers)
         if not self.on_gpu and self.cost.busy_share >= WAITING:
             plan = now  # workers would take the cores that compute
         return self._with_kept(plan, now)
 
-    def _no_fewer(self, now: LoaderPlan) -> LoaderPlan:
-        """The config's own loader, for fewer workers would rest on a guess; only cores and shards that are not there are no guess."""
-        cores = int(self.machine.cores) // max(1, self.ranks)
-        most = [count for count in (cores, self.subject.most_workers) if count is not None]
-        if now.workers <= min(most):
-            return now
-        fewest = max(1, min(most))
-        why = "one a core of this machine" if fewest == cores else f"the data has shards for {fewest}"
-        return replace(now, workers=fewest, reason=why)
+    def _gains(self, candidate: Candidate, time: StepTime, plan: LoaderPlan, now: LoaderPlan) -> bool:
+        """Whether the step runs faster by more than a prediction can tell apart."""
+        planned, current = (self.fed(candidate, time, loader).samples_per_s for loader in (plan, now))
+        return plan.workers > now.workers and planned > (1 + TIE) * current
 
     def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:
         return Chosen(candidate=candidate, memory=memory, time=self.fed(candidate, time, loader), loader=loader, fits=fits)
@@ -99,28 +98,28 @@ class Feeding:
             measured = measure_cost(dataset, collate)
             if measured is not None:
                 return measured
-        return _typical(self.subject.workload.shape, self._sample)
+        return _typical(self.subject.workload.shape, spectrogram=self._sample[1])
 
-    @cached_property
+    @property
     def sample_bytes(self) -> int:
-        return sum(value.numel() * value.element_size() for value in self._sample.values() if hasattr(value, "element_size"))
+        return self._sample[0]
 
     @cached_property
-    def _sample(self) -> dict[str, Any]:
-        return self.subject.workload.make_batch(1)
+    def _sample(self) -> tuple[int, bool]:
+        """Its bytes, and whether it is a spectrogram."""
+        return sample_of(self.subject.workload)
 
     def _with_kept(self, plan: LoaderPlan, now: LoaderPlan) -> LoaderPlan:
-        kept = {name: getattr(now, name) for name, key in KEYS.items() if key in self.subject.job.kept}
+        kept = {name: getattr(now, name) for name, key in KEYS.items() if key in self.subject.job.fixed}
         plan = replace(plan, **kept)
         if plan.workers == 0:
             return replace(plan, prefetch_factor=None, persistent_workers=False)
         return replace(plan, prefetch_factor=plan.prefetch_factor or 2)
 
 
-def _typical(shape: BatchShape, sample: dict[str, Any]) -> SampleCost:
+def _typical(shape: BatchShape, *, spectrogram: bool) -> SampleCost:
     """The table's cost for the modality; a picture larger than the table's costs by its pixels."""
     if shape.kind in ("audio", "audio_to_text"):
-        spectrogram = "input_features" in sample or any(getattr(value, "dim", int)() > 2 for value in sample.values())
         return typical_cost("spectrogram" if spectrogram else "audio")
     cost = typical_cost({"text": "text", "text_to_text": "text"}.get(shape.kind, shape.kind))
     if shape.kind == "image" and shape.height and shape.width and shape.height * shape.width > TYPICAL_PIXELS:

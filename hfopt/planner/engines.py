@@ -17,6 +17,7 @@ does not fit. Offloading is tried only when nothing else fits.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -24,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.versions import release
-from hfopt.config.settings import step_settings, uses_fsdp
+from hfopt.config.settings import step_settings, with_raw
 from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
-from hfopt.memory.rough_estimate import counted
 from hfopt.memory.state_bytes import state_bytes
+from hfopt.memory.trace_store import kept_count, kept_names
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
 from hfopt.planner.target import device_of, weight_bytes
-from hfopt.schema import Change, Chosen, EngineChoice, MemoryPeak, TrainJob
+from hfopt.schema import Change, Chosen, EngineChoice, EngineSettings, MemoryPeak, TrainJob, Workload
 from hfopt.units import format_bytes, format_percent
 
 PORT = 29500  # torchrun's own
@@ -41,7 +42,7 @@ PORT = 29500  # torchrun's own
 def commands(subject: Subject, request: Request) -> tuple[str, ...]:
     """With accelerate and with torchrun; both read FSDP and DeepSpeed settings from the TrainingArguments."""
     per_node = max(1, len(subject.hardware.gpus))
-    config = Path(subject.job.path).name if subject.job.path else "config.yaml"
+    config = shlex.quote(Path(subject.job.path).name) if subject.job.path else "config.yaml"
     if request.nodes == 1:
         return (
             f"accelerate launch --multi_gpu --num_processes {per_node} train.py {config}",
@@ -90,11 +91,11 @@ def named_engine(key: str) -> Engine:
     return found
 
 
-def engine_of(args: Mapping[str, Any]) -> Engine | None:
+def engine_of(settings: EngineSettings) -> Engine | None:
     """The family the config asks for; None: it leaves the choice open."""
-    if args.get("deepspeed"):
+    if settings.deepspeed is not None:
         return Engine(key="deepspeed", words="DeepSpeed as configured", zero_stage=1)
-    if uses_fsdp(args):
+    if settings.fsdp is not None:
         return Engine(key="fsdp", words="FSDP as configured")
     return None
 
@@ -103,19 +104,19 @@ def engine_args(engine: Engine, job: TrainJob, wrap: tuple[str, ...], *, adapter
     """The arguments with this engine's keys in place of others' (None: not set)."""
     keys: dict[str, Any] = dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"))
     if engine.family == "fsdp":
-        keys.update(_fsdp(engine, wrap))
-        if keys["fsdp_config"].get("cpu_offload") and not job.args.get("ddp_backend"):  # the norm of gradients on the host is summed there
-            keys["ddp_backend"] = BOTH_BACKENDS
+        keys.update(_fsdp(engine, wrap, job.for_transformers))
+        if keys["fsdp_config"].get("cpu_offload") and job.settings.engine.ddp_backend is None:
+            keys["ddp_backend"] = BOTH_BACKENDS  # the norm of gradients on the host is summed there
         if not adapters:  # whole gradients through the accumulation would undo the sharding; an adapter's are small
-            keys["accelerator_config"] = _synced(job.args.get("accelerator_config"))
+            keys["accelerator_config"] = _synced(job.raw.get("accelerator_config"))
     elif engine.family == "deepspeed":
         keys["deepspeed"] = deepspeed_config(engine)
-    kept = {key: value for key, value in job.args.items() if key not in ENGINE_KEYS or key not in keys}
+    kept = {key: value for key, value in job.raw.items() if key not in ENGINE_KEYS or key not in keys}
     return kept | {key: value for key, value in keys.items() if value is not None}
 
 
-def _fsdp(engine: Engine, wrap: tuple[str, ...]) -> dict[str, Any]:
-    if release(installed().version) < (5, 0):  # FSDP1 there; its shards are FSDP2's
+def _fsdp(engine: Engine, wrap: tuple[str, ...], for_transformers: str | None) -> dict[str, Any]:
+    if release(for_transformers or installed().version) < (5, 0):  # FSDP1 there; its shards are FSDP2's
         words = ("full_shard" if engine.reshard else "shard_grad_op") + (" offload" if engine.offloads else "") + " auto_wrap"
         return {"fsdp": words, "fsdp_config": {"transformer_layer_cls_to_wrap": list(wrap), "use_orig_params": True}}
     config: dict[str, Any] = {"version": 2, "reshard_after_forward": engine.reshard, "transformer_layer_cls_to_wrap": list(wrap)}
@@ -168,8 +169,8 @@ def plan_devices(subject: Subject, request: Request, plan_one: PlanOne) -> Plan:
     contest = _Contest(subject=subject, request=request, plan_one=plan_one)
     if request.engine is not None:
         return contest.only(named_engine(request.engine))
-    own = engine_of(subject.job.args)
-    if own is None and subject.job.kept.intersection(("fsdp", "fsdp_config", "deepspeed")):
+    own = engine_of(subject.job.settings.engine)
+    if own is None and subject.job.fixed.intersection(("fsdp", "fsdp_config", "deepspeed")):
         own = ENGINES[0]
     if own is not None:
         return contest.as_configured(own)
@@ -292,13 +293,13 @@ class _Contest:
         plan = self.plans[engine.key]
         own, planned = self.subject.job, self._with(engine).job
         alone = plan.facts.after.candidate.accumulation == 1  # nothing is accumulated, so nothing needs to be reduced early
-        changes = tuple(c for c in _changes(own.args, planned.args, engine, reason) if not (alone and c.key == "accelerator_config"))
+        changes = tuple(c for c in _changes(own.raw, planned.raw, engine, reason) if not (alone and c.key == "accelerator_config"))
         choice = EngineChoice(
             name=engine.words,
             reason=reason,
             rejected=tuple(self.rejected),
             commands=commands(self.subject, self.request),
-            deepspeed=planned.args.get("deepspeed"),
+            deepspeed=planned.raw.get("deepspeed"),
         )
         facts = replace(plan.facts, job=own, changes=(*changes, *plan.facts.changes), engine=choice)
         if engine.key != "ddp" and "ddp" not in self.plans and self.request.engine is None:
@@ -322,7 +323,7 @@ def subject_on(engine: Engine, subject: Subject) -> Subject:
     """The same job with this engine's keys."""
     job = subject.job
     args = engine_args(engine, job, block_classes(subject) if engine.family == "fsdp" else (), adapters=job.model.lora is not None)
-    return replace(subject, job=replace(job, args=args))
+    return replace(subject, job=with_raw(job, args))
 
 
 def _why(engine: Engine, others: bool) -> str:
@@ -346,18 +347,22 @@ def _changes(before: Any, after: Any, engine: Engine, reason: str) -> Iterator[C
 
 def least_state_bytes(subject: Subject) -> int:
     """What each device holds under DDP at the least: weights, gradients, their buckets, and the states of an optimizer that is known."""
-    count = counted(subject.workload)
-    held = state_bytes(count, replace(step_settings(subject.job.args), sharding=None))
+    count = kept_count(subject.workload)
+    held = state_bytes(count, replace(step_settings(subject.job.settings, accumulation=subject.job.accumulation), sharding=None))
     return held.total_bytes + count.trained_bytes
 
 
 def block_classes(subject: Subject) -> tuple[str, ...]:
     """The classes of the repeated blocks: what FSDP wraps one by one."""
+    return kept_names("block classes", subject.workload, _block_classes)
+
+
+def _block_classes(workload: Workload) -> tuple[str, ...]:
     import torch
 
     from hfopt.model.builder import Recipe
 
-    build = subject.workload.build_model
+    build = workload.build_model
     if isinstance(build, Recipe):
         build = replace(build, spec=replace(build.spec, lora=None, quantization=None))
     with torch.device("meta"):

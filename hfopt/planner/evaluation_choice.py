@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import NothingFits, TraceError
-from hfopt.facts.training_keys import installed
+from hfopt.memory.trace_store import kept_evaluation
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Subject
-from hfopt.probe.dry_run import evaluates
 from hfopt.schema import (
     GENERATING,
+    Assumption,
     Candidate,
+    EvaluationArguments,
     EvaluationPeak,
     EvaluationSettings,
     GenerationSettings,
@@ -31,12 +33,16 @@ from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hfopt.memory.curve import MemoryCurve
-    from hfopt.memory.evaluation_step import EvaluationCurve
+    from hfopt.memory.evaluation_curve import EvaluationCurve
 
-BATCH = "per_device_eval_batch_size"
+BATCH = EVALUATION_BATCH
 STEPS = "eval_accumulation_steps"
 ASSUMED_SAMPLES = 1000
 NOT_ESTIMATED = "the first evaluation is not in the estimate"
+LOSS_ALONE = (
+    "should the Trainer have compute_metrics, the evaluation's logits stay on the card: set eval_accumulation_steps, or reduce them in "
+    "preprocess_logits_for_metrics"
+)
 GENERATED_TOKENS = 20  # transformers' GenerationConfig.max_length, where nothing is said
 SMALL_PREDICTIONS: frozenset[Task] = frozenset(
     ("sequence_classification", "token_classification", "question_answering", "image_classification", "audio_classification")
@@ -51,69 +57,67 @@ class EvaluationReading:
     """How the evaluation is taken to run, and what of it is assumed."""
 
     settings: EvaluationSettings
-    assumed: tuple[str, ...] = ()
+    assumed: tuple[Assumption, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_evaluation(subject: Subject) -> EvaluationReading | None:
     """None where the job does not evaluate while it trains, or evaluates by the same steps that train it."""
-    args, spec = subject.job.args, subject.job.evaluation
-    if not evaluates(args) or subject.job.trainer in GENERATING:  # those generate and score, as in training
+    stated, spec = subject.job.settings.evaluation, subject.job.evaluation
+    if not stated.runs or subject.job.trainer in GENERATING:  # those generate and score, as in training
         return None
-    keeps, assumed = _keeps_predictions(subject)
+    keeps, metrics = _keeps_predictions(subject)
     generation = _generation(subject) if keeps else None
-    samples = spec.samples
-    if samples is None:
-        samples = ASSUMED_SAMPLES
-        if keeps:
-            assumed = (*assumed, f"the number of evaluation samples is not known: {samples} are assumed (max_eval_samples states it)")
-    batchwise = args.get("batch_eval_metrics") is True
+    samples = ASSUMED_SAMPLES if spec.samples is None else spec.samples
+    size = Assumption(what="evaluation data", value=f"{samples} samples", guessed=spec.samples is None, settle="max_eval_samples")
     return EvaluationReading(
         settings=EvaluationSettings(
             samples=samples,
             keeps_predictions=keeps,
-            accumulation_steps=1 if batchwise else args.get(STEPS),
-            concatenates=args.get("eval_do_concat_batches") is not False,
+            accumulation_steps=1 if stated.batchwise_metrics else stated.accumulation_steps,
+            concatenates=stated.concatenates,
             generation=generation,
             world_size=subject.job.world_size,
         ),
-        assumed=assumed,
+        assumed=(*metrics, *([size] if keeps else [])),
+        notes=() if keeps or not metrics else (LOSS_ALONE,),
     )
 
 
-def _keeps_predictions(subject: Subject) -> tuple[bool, tuple[str, ...]]:
+def _keeps_predictions(subject: Subject) -> tuple[bool, tuple[Assumption, ...]]:
     """Are they kept, and what is assumed there."""
     job = subject.job
-    args, known = job.args, job.evaluation.computes_metrics
-    if args.get("prediction_loss_only") is True:
+    stated, known = job.settings.evaluation, job.evaluation.computes_metrics
+    if stated.loss_only:
         return False, ()
     if known is not None:
         return known, ()
     if job.trainer not in _PLAIN:
         return False, ()
-    sign = _sign_of_metrics(args)
+    sign = _sign_of_metrics(stated)
     if sign is not None:
-        return True, (f"{sign}: the Trainer is taken to have compute_metrics, which keeps the evaluation's predictions on the card",)
+        return True, (_metrics(f"with compute_metrics, as {sign} suggests", settle="prediction_loss_only"),)
     if subject.workload.task in SMALL_PREDICTIONS:
-        return True, ("evaluation: compute_metrics is assumed, which a YAML does not state; its predictions are small for this task",)
-    return False, (
-        "evaluation: no metric is named, so the loss alone is assumed; with compute_metrics the logits stay on the card: set "
-        "eval_accumulation_steps, or reduce them in preprocess_logits_for_metrics",
-    )
+        return True, (_metrics("with compute_metrics, as is usual for the task", settle="prediction_loss_only"),)
+    return False, (_metrics("of the loss alone, as no metric is named", settle="metric_for_best_model"),)
 
 
-def _sign_of_metrics(args: Any) -> str | None:
-    best = args.get("metric_for_best_model")
-    if isinstance(best, str) and best.removeprefix("eval_") != "loss":
+def _metrics(value: str, *, settle: str) -> Assumption:
+    return Assumption(what="evaluation", value=value, guessed=True, settle=settle)
+
+
+def _sign_of_metrics(stated: EvaluationArguments) -> str | None:
+    best = stated.best_metric
+    if best is not None and best.removeprefix("eval_") != "loss":
         return f"metric_for_best_model: {best}"
-    return "predict_with_generate" if args.get("predict_with_generate") is True else None
+    return "predict_with_generate" if stated.generates else None
 
 
 def _generation(subject: Subject) -> GenerationSettings | None:
-    args = subject.job.args
-    if args.get("predict_with_generate") is not True:
+    stated = subject.job.settings.evaluation
+    if not stated.generates:
         return None
-    length = args.get("generation_max_length") or GENERATED_TOKENS
-    return GenerationSettings(max_length=int(length), beams=int(args.get("generation_num_beams") or 1))
+    return GenerationSettings(max_length=stated.generation_max_length or GENERATED_TOKENS, beams=stated.generation_beams)
 
 
 @dataclass(kw_only=True)
@@ -130,7 +134,7 @@ class FirstEvaluation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return (*self.reading.assumed, *([self.untraced] if self.untraced else []))
+        return (*self.reading.notes, *([self.untraced] if self.untraced else []))
 
     def as_configured(self, candidate: Candidate) -> EvaluationPeak | None:
         return self.peak(candidate, eval_batch_of(self.subject), self.reading.settings.accumulation_steps)
@@ -159,7 +163,7 @@ class FirstEvaluation:
     def _raised(self, candidate: Candidate, now: EvaluationPeak) -> EvaluationPeak:
         """Up to twice the training batch: it keeps no activations, so what is larger is quicker as far as it fits."""
         wanted = 2 * candidate.per_device_batch
-        while BATCH not in self.subject.job.kept and (wanted := wanted // 8 * 8 if wanted >= 8 else wanted) > now.batch:
+        while BATCH not in self.subject.job.fixed and (wanted := wanted // 8 * 8 if wanted >= 8 else wanted) > now.batch:
             found = self.peak(candidate, wanted, now.accumulation_steps)
             if found is not None and found.fits:
                 return found
@@ -174,13 +178,13 @@ class FirstEvaluation:
                 found = self.peak(candidate, batch, steps)
                 if found is not None and found.fits:
                     return found
-            batch = 0 if BATCH in self.subject.job.kept else batch // 2
+            batch = 0 if BATCH in self.subject.job.fixed else batch // 2
         return None
 
     def _accumulations(self, batch: int, stated: int | None) -> Iterator[int | None]:
         yield stated
         kept = replace(self.reading.settings, accumulation_steps=stated).kept_batches(batch)
-        if STEPS not in self.subject.job.kept:
+        if STEPS not in self.subject.job.fixed:
             yield from (1 << power for power in reversed(range(kept.bit_length())) if 1 << power < kept)
 
     def _changes(self, now: EvaluationPeak, found: EvaluationPeak) -> Iterator[Wanted]:
@@ -269,17 +273,22 @@ def evaluation_peak(curve: EvaluationCurve, behind: Behind, settings: Evaluation
 
 def eval_batch_of(subject: Subject) -> int:
     """The config's, or the Trainer's default."""
-    return int(subject.job.args.get(BATCH) or installed().fields[BATCH].default or 8)
+    return subject.job.settings.evaluation.batch
 
 
 def trace_evaluation(subject: Subject, reading: EvaluationReading, workload: Workload, settings: StepSettings) -> EvaluationCurve:
     """Raises TraceError where the model cannot be traced, or is divided among ranks."""
-    from hfopt.memory.evaluation_step import evaluation_curve
-
     if settings.sharding is not None and settings.sharding.engine != "ddp":
         raise TraceError("an evaluation is traced for whole models, not for sharded ones")
-    preprocess = getattr(subject.trainer, "preprocess_logits_for_metrics", None)
-    return evaluation_curve(workload, settings, generation=reading.settings.generation, preprocess=preprocess)
+    generation = reading.settings.generation
+
+    def trace(whole: Workload) -> EvaluationCurve:
+        from hfopt.memory.evaluation_step import evaluation_curve
+
+        preprocess = getattr(subject.trainer, "preprocess_logits_for_metrics", None)
+        return evaluation_curve(whole, settings, generation=generation, preprocess=preprocess)
+
+    return kept_evaluation(workload, settings, generation, trace)
 
 
 def first_evaluation(subject: Subject, pricing: Pricing, *, on_gpu: bool) -> FirstEvaluation | None:

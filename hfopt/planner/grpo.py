@@ -17,16 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hfopt.compat.versions import is_at_least, package_version
+from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import NothingFits
-from hfopt.facts.training_keys import trl_default
+from hfopt.model.model_facts import facts_of
 from hfopt.planner.request import Subject
 from hfopt.schema import GENERATING, MemoryPeak, Precision, TrainJob
 from hfopt.units import MIB, format_bytes
 
-_GENERATIONS = {"GRPO": 8, "RLOO": 2}  # defaults of num_generations, where TRL is not installed
+STEPS = "steps_per_generation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,23 +42,33 @@ class BatchRule:
 def batch_rule(job: TrainJob) -> BatchRule:
     """GRPO generates once for `generation_batch_size` completions, whole groups of `num_generations`, and cuts them into micro-batches.
 
-    Stated as a size it must divide into micro-batches; stated as steps it would change with the batch, which therefore stays; left to TRL
-    it is the effective batch, which no candidate changes. Before TRL 0.16 each global batch had to hold whole groups.
+    Stated as a size it must divide into micro-batches; stated as steps the steps change with the batch, so that as much is generated at
+    once; left to TRL it is the effective batch, which no candidate changes. Before TRL 0.16 each global batch had to hold whole groups.
     """
     if job.trainer not in GENERATING:
         return BatchRule()
-    args = job.args
-    size, steps = args.get("generation_batch_size"), args.get("steps_per_generation")
-    if isinstance(size, int):
-        return BatchRule(divides=max(1, size // job.world_size))
-    if steps is not None:
-        return BatchRule(keeps_pair=True, notes=("steps_per_generation × batch is what is generated at once, so the batch stays",))
+    rollout = job.settings.rollout
+    if rollout.batch is not None:
+        return BatchRule(divides=max(1, rollout.batch // job.world_size))
+    if rollout.steps is not None and STEPS in job.kept:
+        return BatchRule(keeps_pair=True, notes=(f"{STEPS} × batch is what is generated at once, so the batch stays",))
+    if rollout.steps is not None:
+        return BatchRule(divides=completions_at_once(job))
     return BatchRule(multiple=group_size(job) if _old_trl() else 1)
+
+
+def steps_change(job: TrainJob, batch: int) -> tuple[tuple[str, int, str], ...]:
+    """The steps that generate as much at once with another batch: key, value and reason; () where the config does not count by steps."""
+    rollout = job.settings.rollout
+    if job.trainer not in GENERATING or rollout.steps is None or rollout.batch is not None:
+        return ()
+    rows = completions_at_once(job)
+    return ((STEPS, rows // batch, f"keeps {rows} completions generated at once: {batch} per device × {rows // batch}"),)
 
 
 def group_size(job: TrainJob) -> int:
     """Completions of one prompt."""
-    return int(job.args.get("num_generations") or trl_default(job.trainer, "num_generations") or _GENERATIONS[job.trainer])
+    return job.settings.rollout.generations or 1
 
 
 def _old_trl() -> bool:
@@ -86,16 +96,16 @@ class Writing:
 
 def completions_at_once(job: TrainJob) -> int:
     """Of one rank."""
-    size, steps = job.args.get("generation_batch_size"), job.args.get("steps_per_generation")
-    if isinstance(size, int):
-        return max(1, size // job.world_size)
-    return job.per_device_batch * steps if isinstance(steps, int) else job.effective_batch // job.world_size
+    rollout = job.settings.rollout
+    if rollout.batch is not None:
+        return max(1, rollout.batch // job.world_size)
+    return job.per_device_batch * rollout.steps if rollout.steps is not None else job.effective_batch // job.world_size
 
 
 def check_generation(subject: Subject, peak: MemoryPeak, *, budget_bytes: int, precision: Precision, dtype: str | None) -> Iterator[str]:
     """What there is to say about it; NothingFits where every run would end in its first generation."""
     job = subject.job
-    if job.trainer not in GENERATING or job.args.get("use_vllm") is True:
+    if job.trainer not in GENERATING or job.settings.rollout.uses_vllm:
         return
     tokens, writing = subject.workload.shape.length, writing_of(subject, precision=precision, dtype=dtype)
     if writing is None or tokens is None or peak.breakdown is None:
@@ -112,6 +122,22 @@ def check_generation(subject: Subject, peak: MemoryPeak, *, budget_bytes: int, p
     yield f"{said}, which fits (by rule; the same was counted on the virtual GPU)"
 
 
+def evaluation_notes(subject: Subject, train_batch: int) -> tuple[str, ...]:
+    """GRPO's and RLOO's evaluation generates one batch of completions and scores it: their generation and loss without gradients."""
+    job = subject.job
+    evaluation = job.settings.evaluation
+    if job.trainer not in GENERATING or not evaluation.runs:
+        return ()
+    batch = evaluation.batch
+    does = f"an evaluation of {job.trainer} generates and scores {batch} completions at once, without gradients"
+    if batch <= min(train_batch, completions_at_once(job)):
+        return (f"{does}: less than a training step, so it needs no room of its own",)
+    return (
+        f"{does}; that is more than the training's {train_batch}, and what it takes is not in the figures: with {EVALUATION_BATCH} at "
+        f"{train_batch} or below it takes less than a training step",
+    )
+
+
 def _remedy(job: TrainJob, writing: Writing, tokens: int, room_bytes: int) -> str:
     group = group_size(job)
     fitting = [rows for rows in range(group, completions_at_once(job), group) if writing.bytes_for(rows, tokens) <= room_bytes]
@@ -122,23 +148,16 @@ def _remedy(job: TrainJob, writing: Writing, tokens: int, room_bytes: int) -> st
 
 def writing_of(subject: Subject, *, precision: Precision, dtype: str | None) -> Writing | None:
     """None where the config does not say enough."""
-    config = _config(subject)
-    layers, heads = getattr(config, "num_hidden_layers", None), getattr(config, "num_attention_heads", None)
-    hidden, vocabulary = getattr(config, "hidden_size", None), getattr(config, "vocab_size", None)
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int) and isinstance(vocabulary, int)):
+    facts = facts_of(subject.workload)
+    if facts.layers is None or facts.heads is None or facts.width is None or facts.vocabulary is None:
         return None
-    size = getattr(config, "head_dim", None) or hidden // heads
+    size = facts.head_size or facts.width // facts.heads
     copies = precision in ("bf16", "fp16") and dtype not in _HALF
-    embedding = 0 if getattr(config, "tie_word_embeddings", False) else vocabulary * hidden
+    embedding = 0 if facts.tied_head else facts.vocabulary * facts.width
     return Writing(
-        layers=layers,
-        kv_width=(getattr(config, "num_key_value_heads", None) or heads) * size,
-        vocabulary=vocabulary,
+        layers=facts.layers,
+        kv_width=(facts.key_value_heads or facts.heads) * size,
+        vocabulary=facts.vocabulary,
         copied_weights=max(0, subject.workload.parameters - embedding) if copies else 0,
         number_bytes=2 if dtype in _HALF else 4,
     )
-
-
-def _config(subject: Subject) -> Any:
-    config: Any = getattr(subject.workload.build_model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -20,6 +20,7 @@ from typing import Any
 
 from hfopt.compat.transformers_patches import launchers_precision
 from hfopt.config.other_tools import trl_dtype
+from hfopt.config.settings import trainer_settings, with_raw
 from hfopt.errors import ConfigError
 from hfopt.memory.step_memory import context_bytes
 from hfopt.model.losses import trained_modules
@@ -79,7 +80,7 @@ def kept_keys(trainer: Any) -> KeptKeys:
         keys.add("optim")
     if getattr(trainer.args, "torch_compile", False):
         keys.update(("gradient_checkpointing", "gradient_checkpointing_kwargs"))
-        notes.append("torch_compile: checkpointing stays as it is, for the compiled graph was asked for with it")
+        notes.append("torch_compile: checkpointing stays as it is, because the model is compiled with it")
     if getattr(trainer.args, "n_gpu", 1) > 1:
         notes.append(
             f"{trainer.args.n_gpu} GPUs in one process are DataParallel; `hfopt run --nproc {trainer.args.n_gpu}` gives each its own"
@@ -174,7 +175,7 @@ def _from_arguments(args: Any, request: Request) -> Subject:
     job = _job(args, request, model=model, data=DataSpec(max_length=request.seq_len), world=max(1, len(hardware.gpus)))
     kind = next((_KINDS[name] for base in type(args).__mro__ if (name := base.__name__.replace("Config", "Trainer")) in _KINDS), None)
     if kind is not None:  # TRL's trainer loads a model that it is given by name in its own way
-        job = replace(job, trainer=kind, uses_trl=True, model=replace(model, weights_dtype=trl_dtype()))
+        job = with_raw(replace(job, trainer=kind, uses_trl=True, model=replace(model, weights_dtype=trl_dtype())), job.raw)
     return Subject(job=job, workload=workload_of(job), hardware=hardware)
 
 
@@ -190,9 +191,7 @@ def _from_trainer(trainer: Any, request: Request) -> Subject:
     )
     kept, feeding = kept_keys(trainer), feeding_limits(trainer)
     job = replace(
-        job,
-        trainer=kind_of(trainer),
-        args={**job.args, **_in_force(trainer)},
+        with_raw(replace(job, trainer=kind_of(trainer)), {**job.raw, **_in_force(trainer)}),
         kept=job.kept | kept.keys | feeding.keys,
         evaluation=_evaluation(trainer),
     )
@@ -219,7 +218,8 @@ def _job(args: Any, request: Request, *, model: ModelSpec, data: DataSpec, world
         path=None,
         section=(),
         trainer="Trainer",
-        args=stated,
+        raw=stated,
+        settings=trainer_settings(stated),
         model=model,
         data=data,
         per_device_batch=int(args.per_device_train_batch_size),

@@ -6,15 +6,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hfopt.config.settings import full_checkpointing
+from hfopt.compat.versions import torch_build
+from hfopt.config.settings import trainer_settings
 from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
+from hfopt.hardware.torch_kernels import missing_kernels
 from hfopt.planner.choices import current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
-from hfopt.planner.evaluation_choice import NOT_ESTIMATED, Behind, eval_batch_of, evaluation_peak, read_evaluation, trace_evaluation
+from hfopt.planner.evaluation_choice import (
+    NOT_ESTIMATED,
+    Behind,
+    EvaluationReading,
+    eval_batch_of,
+    evaluation_peak,
+    read_evaluation,
+    trace_evaluation,
+)
+from hfopt.planner.grpo import evaluation_notes
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.planner.target import memory_pricing
+from hfopt.planner.vllm_share import colocated_vllm, held_words, room_beside
 from hfopt.schema import (
     BatchShape,
     Candidate,
@@ -47,7 +59,8 @@ def read_subject(config: str, request: Request) -> Subject:
         path=None,
         section=(),
         trainer="Trainer",
-        args={},
+        raw={},
+        settings=trainer_settings({}),
         model=ModelSpec(name=config),
         data=DataSpec(),
         per_device_batch=_TRAINER_BATCH,
@@ -83,15 +96,18 @@ def memory_table(
     own = replace(own, precision=precision or own.precision)
     ways, notes = [Checkpointing()], []
     if workload.checkpointable:
-        ways.append(full_checkpointing(job.args))
+        ways.append(job.settings.checkpointing_when_on)
     elif own.checkpointing.on:
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.args, job.trainer), *liger_note(subject))
+    named = (*unseen(job.raw, job.trainer), *liger_note(subject))
+    kernels = missing_kernels(gpu, torch_build())
     notes = [
+        *(() if kernels is None else (str(kernels),)),
         *subject.hardware.notes,
         *subject.notes,
+        *subject.warnings,
         *(repair.reason for repair in subject.repairs),
         *named,
         *_remarks(workload, settings, gpu),
@@ -100,7 +116,11 @@ def memory_table(
     rows: list[MemoryRow] = []
     evaluation: EvaluationPeak | None = None
     largest: dict[bool, int | None] = {}
-    available = None if gpu is None else gpu.available_bytes
+    vllm = colocated_vllm(job, gpu)
+    available = None if gpu is None else room_beside(vllm, gpu.available_bytes, gpu)
+    notes += [] if vllm is None else [held_words(vllm)]
+    notes += evaluation_notes(subject, job.per_device_batch)
+    reading = read_evaluation(subject)
     seconds = 0.0
     for way in ways:
         candidate = replace(own, checkpointing=way)
@@ -110,8 +130,8 @@ def memory_table(
         progress("replaying the allocator …")
         room = None if available is None else available - pricing.added_bytes(candidate)
         largest[way.on] = result.curve.largest_batch(room, giving_back=True) if room is not None else None
-        if way == own.checkpointing:
-            evaluation = _evaluation(subject, pricing, candidate, room, notes)
+        if way == own.checkpointing and reading is not None:
+            evaluation = _evaluation(subject, reading, pricing, candidate, room, notes)
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
             is_asked = size == job.per_device_batch and way == own.checkpointing
             rows.append(_row(pricing, replace(candidate, per_device_batch=size), available, is_asked=is_asked))
@@ -127,18 +147,17 @@ def memory_table(
         rows=tuple(rows),
         largest=largest,
         seconds=seconds,
-        assumed=subject.assumed,
+        assumed=(*subject.assumed, *(() if vllm is None else vllm.assumed), *(() if reading is None else reading.assumed)),
         notes=tuple(notes),
         evaluation=evaluation,
     )
 
 
-def _evaluation(subject: Subject, pricing: Pricing, candidate: Candidate, room: int | None, notes: list[str]) -> EvaluationPeak | None:
-    """The first one, behind the config's own training; a note says what of it is assumed, or why there is none."""
-    reading = read_evaluation(subject)
-    if reading is None:
-        return None
-    notes += reading.assumed
+def _evaluation(
+    subject: Subject, reading: EvaluationReading, pricing: Pricing, candidate: Candidate, room: int | None, notes: list[str]
+) -> EvaluationPeak | None:
+    """The first one, behind the config's own training; a note says why there is none."""
+    notes += reading.notes
     training = pricing.estimate(candidate).curve
     allowed = None if room is None else room - training.context_bytes
     behind = Behind(training=training, batch=subject.job.per_device_batch, room_bytes=allowed)
@@ -181,7 +200,9 @@ def _usual_sizes(configured: int, largest: int | None, *, has_card: bool) -> lis
 def _remarks(workload: Workload, settings: StepSettings, gpu: Gpu | None) -> list[str]:
     remarks = []
     if settings.sharding is not None:
-        remarks.append(f"{settings.sharding.world_size} devices, {_ENGINE_WORDS[settings.sharding.engine]}: the figures are those of one")
+        count = settings.sharding.world_size
+        devices = "one device" if count == 1 else f"{count} devices"
+        remarks.append(f"{devices}, {_ENGINE_WORDS[settings.sharding.engine]}{'' if count == 1 else ': the figures are those of one'}")
     if settings.allocator:
         remarks.append(f"the allocator as the environment sets it here: {settings.allocator}")
     if gpu is not None and gpu.capability is not None and not gpu.supports(settings.precision):

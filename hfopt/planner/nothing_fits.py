@@ -15,6 +15,8 @@ from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
 from hfopt.memory.rough_estimate import RoughStep, depths_of, rough_step
 from hfopt.memory.state_bytes import state_bytes
+from hfopt.memory.trace_store import kept_rough_step
+from hfopt.model.stored_workload import workload_key
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import EFFECTS, MemoryRemedy, remedies, together
 from hfopt.planner.request import Subject, workload_of
@@ -97,31 +99,39 @@ class Rescue:
         parts["its update"] = held.update_bytes
         words = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         needs = f"at least {format_bytes(held.total_bytes)}" if step is None else f"about {format_bytes(self._rough_bytes(smallest))}"
-        need = f"even {_words(smallest, device.stored_in(self.subject.workload))} needs {needs} ({words})"
+        need = f"even {_words(smallest, self.subject.workload.weights_dtype)} needs {needs} ({words})"
         beside = f" beside vLLM's {format_bytes(device.vllm.resident_bytes)}" if device.vllm is not None and not device.vllm.sleeps else ""
         message = f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with{beside}"
         return NothingFits(message, what_would=self._told)
 
     def _told(self) -> str:
-        vllm = self.device.vllm
-        lines = [*([] if vllm is None else [advice_when_short(vllm)]), *self.lines()]
+        lines = [*self._beside_vllm(), *self.lines()]
         return f"{WOULD_FIT}\n" + "\n".join(f"    - {line}" for line in lines) if lines else "no single change that hfopt knows would fit"
+
+    def _beside_vllm(self) -> Iterator[str]:
+        if self.device.vllm is not None:
+            needed = max(self._rough_bytes(self.smallest), self.pricing.least_bytes(self.smallest))
+            yield from advice_when_short(self.device.vllm, self.subject, needed_bytes=needed, budget_bytes=self.device.budget_bytes)
 
     def lines(self) -> Iterator[str]:
         """The remedies that are enough, in their order; a freed key alone where that is all it takes."""
         if (freed := self._freed()) is not None:
             yield freed
             return
+        order = self.ranked()
+        yield from (one.line for one in order if one.remedy.effect != "training")
+        yield from self._other_hardware()
+        yield from (one.line for one in order if one.remedy.effect == "training")
+
+    def ranked(self) -> list[PricedRemedy]:
+        """The remedies that fit: what leaves the training as it is first, among equals the faster one."""
         single = remedies(self.subject, self.pricing.base.optim)
         priced = self._priced(single)
         effects = {one.remedy.effect for one in priced}
         if not effects & {"same", "rounding"} or "training" not in effects:
             more = self._priced(tuple(together(single)))
             priced += [one for one in more if one.remedy.effect not in effects]
-        order = sorted(priced, key=lambda one: (EFFECTS.index(one.remedy.effect), -(one.samples_per_s or 0.0), one.device_bytes))
-        yield from (one.line for one in order if one.remedy.effect != "training")
-        yield from self._other_hardware()
-        yield from (one.line for one in order if one.remedy.effect == "training")
+        return sorted(priced, key=lambda one: (EFFECTS.index(one.remedy.effect), -(one.samples_per_s or 0.0), one.device_bytes))
 
     def _priced(self, tried: Sequence[MemoryRemedy]) -> list[PricedRemedy]:
         """Those that fit."""
@@ -133,7 +143,7 @@ class Rescue:
         settings = replace(self.pricing.settings(candidate), **remedy.settings)
         if remedy.job is not None and remedy.job.model.lora is not None:
             settings = replace(settings, accumulation=1)
-        if remedy.job is None and not self._can_fit(settings):
+        if not (self._can_fit(settings) if remedy.job is None else self._could_hold(remedy.job)):
             return None
         traced_as = replace(settings, optim=self.pricing.base.optim if remedy.job is None else settings.optim)
         step = self._step(remedy.job, traced_as, candidate.per_device_batch)
@@ -153,16 +163,31 @@ class Rescue:
         """By counting alone."""
         return state_bytes(self.pricing.count, settings).total_bytes <= self.device.budget_bytes
 
+    def _could_hold(self, job: TrainJob) -> bool:
+        """The weights alone, each in the fewest bytes that the job's packing or a 16-bit type leaves it."""
+        packing = job.model.quantization
+        bits = 16 if packing is None else packing.bits
+        return self.subject.workload.parameters * bits // 8 <= self.device.budget_bytes
+
     def _step(self, job: TrainJob | None, settings: StepSettings, batch: int) -> RoughStep | None:
         """None where it cannot be built or traced here. The optimizer's states are counted, so that one step stands for all of them."""
         model = None if job is None else (job.model.lora is not None, job.model.quantization is not None)
         key = (model, replace(settings, optim="", sharding=None), batch)
         if key not in self._steps:
             try:
-                self._steps[key] = rough_step(self._models(job), self.subject.workload.layers, settings, batch)
+                self._steps[key] = self._traced(job, settings, batch)
             except HfoptError:
                 self._steps[key] = None
         return self._steps[key]
+
+    def _traced(self, job: TrainJob | None, settings: StepSettings, batch: int) -> RoughStep:
+        workload = self.subject.workload
+        key = workload.key if job is None or workload.key is None else workload_key(job)
+
+        def trace() -> RoughStep:
+            return rough_step(self._models(job), workload.layers, settings, batch)
+
+        return kept_rough_step(replace(workload, key=key), batch, settings, trace)
 
     def _models(self, job: TrainJob | None) -> list[Workload]:
         workload = self.subject.workload
@@ -208,7 +233,7 @@ class Rescue:
                 if lighter and free not in self.pool and self.pricing.least_bytes(free) <= self.device.budget_bytes:
                     limit = self.pricing.largest_batch(free)
                     if limit is not None and batch <= limit:
-                        words = _words(free, self.device.stored_in(self.subject.workload))
+                        words = _words(free, self.subject.workload.weights_dtype)
                         return f"{words} would: leave {', '.join(sorted(job.kept))} free"
         return None
 
@@ -221,7 +246,8 @@ class Rescue:
         if shards is not None:
             cards, needed = shards
             yield f"sharding over {cards} such cards: about {format_bytes(needed)} on each (--num-gpus {cards} --engine fsdp2)"
-        if (card := _larger_card(step.device_bytes(settings))) is not None:
+        vllm = self.device.vllm
+        if (card := _larger_card(step.device_bytes(settings), 0.0 if vllm is None or vllm.sleeps else vllm.share)) is not None:
             yield f"a card with more memory: {card}"
 
     def _shards(self, step: RoughStep, settings: StepSettings) -> tuple[int, int] | None:
@@ -255,9 +281,14 @@ def _load(candidate: Candidate) -> tuple[int, int, int]:
     return candidate.per_device_batch, every if every else 1 << 20, weight[candidate.precision]
 
 
-def _larger_card(needed_bytes: int) -> str | None:
+_BOARDS = ("Jetson", "DGX Spark")  # small computers, not cards for the machine at hand
+
+
+def _larger_card(needed_bytes: int, taken_share: float = 0.0) -> str | None:
+    """taken_share: of any card, by vLLM beside the training."""
+    cards = (card for card in catalog.cards() if not card.name.startswith(_BOARDS))
     enough = sorted(
-        (card for card in catalog.cards() if (card.usable_bytes or card.memory_bytes) * 0.94 >= needed_bytes),
+        (card for card in cards if (card.usable_bytes or card.memory_bytes) * (0.94 - taken_share) >= needed_bytes),
         key=lambda card: (card.memory_bytes, card.name),
     )
     if not enough:

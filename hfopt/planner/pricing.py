@@ -1,7 +1,8 @@
 """Estimates on demand: each setting is traced at most once, and memory and time of any candidate are read off the traces.
 
 tf32 computes other products than fp32 but allocates the same, so they share a trace. Accumulation changes the memory only (gradients live
-through the forward), so any trace of a setting gives its kernels; and the trace with accumulation bounds the one without.
+through the forward, and the window's other batches wait on the device), so any trace of a setting gives its kernels; and the trace with
+accumulation bounds the one without.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from hfopt.memory.allocator import LARGE_SEGMENT, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.rough_estimate import counted
+from hfopt.memory.input_window import BatchInputs
 from hfopt.memory.state_bytes import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
+from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
@@ -35,6 +38,8 @@ class Pricing:
     ranks: RankTraffic
     capacity_bytes: int | None = None  # of the device, headroom included
     offset_bytes: int = 0  # what the world adds to one device (gradient buckets) or takes off it (shards)
+    enough_batch: int | None = None  # no limit above it is asked for: what is larger need not be known exactly
+    most_traces: int | None = None  # that a search can ask for
     estimator: Estimator
     with_attention: Callable[[str], Workload] | None = None  # the same model with another attention implementation
     progress: Callable[[str], None] = lambda text: None
@@ -45,6 +50,8 @@ class Pricing:
     _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict, init=False)
     _correction: Correction | None = None
     _count: ParameterCount | None = field(default=None, init=False)
+    _inputs: BatchInputs | None = field(default=None, init=False)
+    _waiting: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _times: dict[Candidate, StepTime] = field(default_factory=dict, init=False)
 
     # ------------------------------------------------------------------------------------------ what the search asks
@@ -67,6 +74,9 @@ class Pricing:
     def known(self, candidate: Candidate) -> bool:
         return self._traced(candidate)
 
+    def has_own_trace(self, candidate: Candidate) -> bool:
+        return self.settings(candidate) in self._estimates
+
     def largest_batch(self, candidate: Candidate) -> int | None:
         """Exact for its own settings; a bound from another trace that already decides saves the trace."""
         if self.settings(candidate) not in self._estimates:
@@ -88,7 +98,7 @@ class Pricing:
         if settings.accumulation == 1:
             return self._limit(other)
         gradients = 2 * self._gradient_bytes(other)  # kept through the forward, and the second batch's inputs
-        return self._largest(other, -gradients)
+        return self._largest(other, -gradients - self._waiting_bytes(candidate))
 
     def at_most(self, candidate: Candidate) -> int | None:
         """No batch above this can fit: by counting weights, gradients and states; by the trace with accumulation less its gradients; by a
@@ -111,7 +121,7 @@ class Pricing:
     @property
     def count(self) -> ParameterCount:
         if self._count is None:
-            self._count = counted(self.workload)
+            self._count = kept_count(self.workload)
         return self._count
 
     def least_bytes(self, candidate: Candidate) -> int:
@@ -170,15 +180,16 @@ class Pricing:
         return self._adjusted(curve.peak(candidate.per_device_batch, options), candidate)
 
     def _adjusted(self, peak: MemoryPeak, candidate: Candidate) -> MemoryPeak:
-        added = self.added_bytes(candidate)
+        added, waiting, parts = self.added_bytes(candidate), self._waiting_bytes(candidate), peak.breakdown
         if not added:
             return peak
-        return replace(
-            peak,
-            allocated_bytes=peak.allocated_bytes + added,
-            reserved_bytes=peak.reserved_bytes + added,
-            breakdown=peak.breakdown and replace(peak.breakdown, gradients_bytes=peak.breakdown.gradients_bytes + added),
-        )
+        if parts is not None:
+            fetched = parts.weights_bytes + parts.optimizer_bytes + parts.context_bytes + self._fetched_bytes(candidate)
+            short = max(0, fetched - peak.device_bytes - added)
+            added, waiting = added + short, waiting + short
+            gradients, activations = parts.gradients_bytes + added - waiting, parts.activations_bytes + waiting
+            parts = replace(parts, gradients_bytes=gradients, activations_bytes=activations)
+        return replace(peak, allocated_bytes=peak.allocated_bytes + added, reserved_bytes=peak.reserved_bytes + added, breakdown=parts)
 
     def nearest_memories(self, candidates: Sequence[Candidate]) -> tuple[MemoryPeak, ...]:
         """From their own traces, or from those with the other kind of accumulation: no new trace, and few replays, for runners-up."""
@@ -202,12 +213,33 @@ class Pricing:
         return tuple(peak.device_bytes + added for peak in self._estimate(settings).curve.peaks(batches))
 
     def added_bytes(self, candidate: Candidate) -> int:
-        """What the trace leaves out: the other devices' part, and an adapter's gradients under accumulation."""
+        """What the trace leaves out: the other devices' part, and what accumulation holds through the forward."""
         return self.offset_bytes + self._held_bytes(candidate)
 
     def _held_bytes(self, candidate: Candidate) -> int:
-        """Gradients that accumulation holds through the forward, where they are added and not traced."""
-        return self._gradient_share_bytes if self._adds_gradients and candidate.accumulation > 1 else 0
+        """What accumulation holds through the forward, where it is added and not traced: gradients, and the window's further batches."""
+        gradients = self._gradient_share_bytes if self._adds_gradients and candidate.accumulation > 1 else 0
+        return gradients + self._waiting_bytes(candidate)
+
+    def _waiting_bytes(self, candidate: Candidate) -> int:
+        """The inputs of the window's batches beyond those that are traced."""
+        return self._input_bytes(candidate, candidate.accumulation - self.settings(candidate).accumulation)
+
+    def _fetched_bytes(self, candidate: Candidate) -> int:
+        """While a window is fetched the Trainer still holds the one before: nothing else of a step lives then, but they may be more."""
+        return (
+            self.offset_bytes + self._input_bytes(candidate, 2 * candidate.accumulation) + LARGE_SEGMENT
+        )  # weights and states fill no whole one
+
+    def _input_bytes(self, candidate: Candidate, batches: int) -> int:
+        if not batches:
+            return 0
+        if self._inputs is None:
+            self._inputs = kept_inputs(self.workload)
+        key = (candidate.per_device_batch, batches)
+        if key not in self._waiting:
+            self._waiting[key] = self._inputs.waiting_bytes(*key, parse_alloc_conf(self.base.allocator))
+        return self._waiting[key]
 
     @property
     def _gradient_share_bytes(self) -> int:
@@ -220,7 +252,8 @@ class Pricing:
     def fits(self, candidate: Candidate) -> bool:
         """By its own trace at its own batch: a limit does not hold for every batch below it."""
         curve = self.estimate(candidate).curve
-        return curve.fits(candidate.per_device_batch, self._budget_of(curve, -self._held_bytes(candidate)))
+        steps = curve.fits(candidate.per_device_batch, self._budget_of(curve, -self._held_bytes(candidate)))
+        return steps and (not self._waiting_bytes(candidate) or self.memory(candidate).device_bytes <= self.budget_bytes)
 
     def room_bytes(self, candidate: Candidate) -> int:
         """Of the budget, what its curve's allocator may reserve."""
@@ -260,7 +293,8 @@ class Pricing:
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates:
-            self.progress(f"tracing {self.workload.name}: {_words(settings)}")
+            number = "" if self.most_traces is None else f", trace {len(self._estimates) + 1} of at most {self.most_traces}"
+            self.progress(f"tracing {self.workload.name}: {_words(settings)}{number}")
             self._estimates[settings] = self.estimator(*self.traced_as(settings))
         return self._estimates[settings]
 
@@ -311,7 +345,7 @@ class Pricing:
     def _largest(self, settings: StepSettings, more_bytes: int, share: float = 1.0) -> int | None:
         """The largest batch by this trace, with so many bytes more than the budget and where only this share of what it takes counts."""
         curve = self._estimate(settings).curve
-        return curve.largest_batch(self._budget_of(curve, more_bytes, share))
+        return curve.largest_batch(self._budget_of(curve, more_bytes, share), enough=self.enough_batch)
 
     def _budget_of(self, curve: MemoryCurve, more_bytes: int, share: float = 1.0) -> int:
         """The budget as this curve counts: without what is added to it, and as a trial corrected it."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import ConfigError
 from hfopt.planner.algorithm import make_plan
-from hfopt.planner.request import LrScaling, Progress, Request
+from hfopt.planner.request import LrScaling, Progress, Request, launched
 from hfopt.planner.result import Plan
 from hfopt.schema import Task
 
@@ -31,7 +31,9 @@ def plan(
     num_gpus: int | None = None,
     nodes: int | None = None,
     link: str | None = None,
+    host: str | None = None,
     engine: str | None = None,
+    accelerate: str | PathLike[str] | None = None,
     assume_zero: int | None = None,
     model_parallel: int | None = None,
     model: str | None = None,
@@ -49,6 +51,7 @@ def plan(
     headroom: float | None = None,
     dry_run: bool | None = None,
     trust_remote_code: bool | None = None,
+    for_transformers: str | None = None,
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
 ) -> Plan:
@@ -58,8 +61,10 @@ def plan(
     gpu                plan for this card (see `hfopt gpus`), here or not; default: the card that is here, or the CPU
     vram_gib           memory of the card in GiB, where it differs from the catalog's
     num_gpus, nodes    devices of each machine, and machines
+    host               the machine the run will be on: "16cores", "30us" (a launch), both, or the JSON of `hfopt calibrate` there
     link               between devices: "nvlink", "pcie" or "network", with a rate or without ("network:400Gbit/s")
     engine             "ddp", "fsdp2", "zero2", "zero3", or one with "-offload"; default: the cheapest that fits
+    accelerate         a file of `accelerate config`, which says engine, processes and precision
     assume_zero        the ZeRO stage of a DeepSpeed config whose JSON is not here
     model_parallel     devices that share their samples (tensor, sequence or context parallel)
     model              hub id, folder or config.json, instead of the config's model
@@ -73,8 +78,9 @@ def plan(
     keep               keys that stay as they are
     allow              what else may be tried: "optim", "torch_compile", "use_liger_kernel", "attn_implementation", "accumulation"
     headroom           share of the memory to leave free (0.06)
-    dry_run            try the result on the device where it is here (True)
+    dry_run            try the result on the device, or rehearse it (by default not where kept traces answer for a card that is not here)
     trust_remote_code  run the model's own code
+    for_transformers   the version that will read the YAML ("4.57"), where training runs elsewhere; default: the installed one
     progress           called with a line of text at each stage
     estimator          a memory estimator shared between plans
 
@@ -86,7 +92,9 @@ def plan(
         "num_gpus": num_gpus,
         "nodes": nodes,
         "link": link,
+        "host": host,
         "engine": engine,
+        "accelerate": None if accelerate is None else Path(accelerate),
         "assume_zero": assume_zero,
         "model_parallel": model_parallel,
         "model": model,
@@ -104,9 +112,10 @@ def plan(
         "headroom": headroom,
         "dry_run": dry_run,
         "trust_remote_code": trust_remote_code,
+        "for_transformers": for_transformers,
     }
     wishes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return make_plan(source, replace(request or Request(), **wishes), progress=progress, estimator=estimator)
+    return make_plan(source, launched(replace(request or Request(), **wishes)), progress=progress, estimator=estimator)
 
 
 def _names(option: str, names: Iterable[str] | None) -> frozenset[str] | None:

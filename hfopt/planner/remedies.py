@@ -50,7 +50,8 @@ class MemoryRemedy:
 
 def remedies(subject: Subject, optim: str) -> tuple[MemoryRemedy, ...]:
     """Each alone; `optim` is the optimizer in force."""
-    return (*_kernels(subject, optim), *_optimizers(subject, optim), *_offloads(subject), *_adapters(subject), *_shorter(subject))
+    kernels, optimizers = _kernels(subject, optim), _optimizers(subject, optim)
+    return (*kernels, *optimizers, *_offloads(subject), *_as_published(subject), *_adapters(subject), *_shorter(subject))
 
 
 def together(single: tuple[MemoryRemedy, ...]) -> Iterator[MemoryRemedy]:
@@ -67,14 +68,14 @@ def _kernels(subject: Subject, optim: str) -> Iterator[MemoryRemedy]:
     if optim == FOREACH_ADAM:
         yield MemoryRemedy(
             words="fused AdamW: the same update without its temporaries",
-            how=f"optim: {FUSED_ADAM}, or --allow optim",
+            how=f"{_spelled(subject, 'optim')}: {FUSED_ADAM}, or --allow optim",
             effect="same",
             settings={"optim": FUSED_ADAM},
         )
-    if subject.job.args.get(LIGER) is not True and why_no_liger(subject) is None:
+    if not subject.job.settings.liger and why_no_liger(subject) is None:
         yield MemoryRemedy(
             words="Liger's fused loss: the logits never exist whole (TRL's SFTTrainer slices them too)",
-            how=f"{_spelled(subject, LIGER)}: true, or --allow {LIGER}",
+            how=_how_liger(subject),
             effect="same",
             settings={"fused_loss": True},
         )
@@ -91,7 +92,7 @@ def _optimizers(subject: Subject, optim: str) -> Iterator[MemoryRemedy]:
         ("paged_adamw_8bit", "AdamW with 8-bit states paged to the host", "rounding"),
     )
     for name, words, effect in named:
-        yield MemoryRemedy(words=words, how=f"optim: {name}", effect=effect, settings={"optim": name})
+        yield MemoryRemedy(words=words, how=f"{_spelled(subject, 'optim')}: {name}", effect=effect, settings={"optim": name})
 
 
 def _offloads(subject: Subject) -> Iterator[MemoryRemedy]:
@@ -113,6 +114,19 @@ def _offloads(subject: Subject) -> Iterator[MemoryRemedy]:
         how=f"deepspeed: {{zero_optimization: {weights}}}",
         effect="hardware",
         settings={"sharding": Sharding(engine="zero3", world_size=1, offload_optimizer=True, offload_parameters=True)},
+    )
+
+
+def _as_published(subject: Subject) -> Iterator[MemoryRemedy]:
+    """TRL and LLaMA-Factory widen 16-bit checkpoints to float32 unless they are told not to."""
+    job, workload = subject.job, subject.workload
+    if job.model.name is None or workload.weights_dtype != "float32" or workload.checkpoint_dtype != "bfloat16":
+        return
+    yield MemoryRemedy(
+        words="weights in bfloat16, as they are published: half as large, and updates are rounded to it",
+        how="pure_bf16: true" if _spelled(subject, LIGER) != LIGER else "dtype: bfloat16",
+        effect="training",
+        job=replace(job, model=replace(job.model, weights_dtype="bfloat16")),
     )
 
 
@@ -158,7 +172,15 @@ def _spelled(subject: Subject, key: str) -> str:
     return key if home is None else home.key
 
 
+def _how_liger(subject: Subject) -> str:
+    if subject.job.tool == "axolotl":
+        return "cut_cross_entropy: true with its plugin, or liger_fused_linear_cross_entropy: true with Liger's"
+    return f"{_spelled(subject, LIGER)}: true, or --allow {LIGER}"
+
+
 def _how_lora(subject: Subject, *, packed: bool) -> str:
+    if subject.job.tool == "axolotl":
+        return f"adapter: {'qlora, load_in_4bit: true' if packed else 'lora'}, lora_r: 16, lora_target_linear: true"
     if _spelled(subject, LIGER) != LIGER:  # LLaMA-Factory
         return "finetuning_type: lora, lora_target: all" + (", quantization_bit: 4" if packed else "")
     if subject.job.trainer not in ("Trainer", "Seq2SeqTrainer"):

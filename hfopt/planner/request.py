@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.config.deepspeed_json import is_missing, zero_defaults
+from hfopt.compat.fast_import import lean_imports, spare_scipy
+from hfopt.config.accelerate_file import launched_by, read_accelerate_file
+from hfopt.config.deepspeed_json import by_its_name, is_missing, zero_defaults
 from hfopt.config.model_name import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
-from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of
-from hfopt.config.training_arguments import ACCUMULATION, BATCH, trl_keys
+from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of, sharding_of, with_raw
+from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, trl_keys
 from hfopt.config.yaml_edit import repairs_of, upgrade
 from hfopt.errors import ConfigError
+from hfopt.facts.argument_versions import as_of
+from hfopt.facts.optimizer_states import stand_in
+from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named
+from hfopt.memory.trace_store import begin_tracing
+from hfopt.model.stored_workload import kept_workload
+from hfopt.planner.device_figures import NamedHost, named_host, with_host
 from hfopt.schema import ALLOWABLE, Assumption, Change, DataSpec, Hardware, Problem, Task, TrainJob, Workload
+from hfopt.store import default_store
 from hfopt.units import GIB, parse_rate
 
 LrScaling = Literal["none", "sqrt", "linear"]
@@ -44,14 +56,17 @@ class Request:
     keep: frozenset[str] = frozenset()
     headroom: float = 0.06
     allow: frozenset[str] = frozenset()
-    dry_run: bool = True
+    dry_run: bool | None = None  # None: on the device that is here; for a card that is not, where torch must be imported anyway
     trust_remote_code: bool = False
     nodes: int = 1
     link: str | None = None  # nvlink, pcie or network, with a rate or without: network:400Gbit/s
+    host: str | None = None  # the machine the run will be on: 16cores, 30us, or the JSON of its calibration
     engine: str | None = None  # a name of `planner.engines`; None: the cheapest that fits
+    accelerate: Path | None = None  # a file of `accelerate config`: engine, processes and precision
     assume_zero: int | None = None  # the stage of a DeepSpeed config whose file is not there
     model_parallel: int = 1  # ranks that share their samples: tensor, sequence, context parallel
     charts: bool = True  # what a page draws costs dozens of replays: not where nobody draws one
+    for_transformers: str | None = None  # the version the file is written for; None: the installed one
     own_process: bool = False  # nothing else here needs transformers whole, so it may be imported lean
 
     def __post_init__(self) -> None:
@@ -71,6 +86,11 @@ class Request:
         if self.model_parallel < 1:
             raise ConfigError(f"--model-parallel {self.model_parallel}: a group has at least one device")
         self.link_rate  # noqa: B018 - a bad one is said now
+        named_host(self.host)
+        for key in self.allow - {"accumulation", ATTENTION} if self.for_transformers is not None else ():
+            if key not in as_of(self.for_transformers).fields:
+                raise ConfigError(f"--allow {key}: transformers {self.for_transformers} has no such key")
+        as_of(self.for_transformers)
 
     @property
     def link_rate(self) -> tuple[str, float | None] | None:
@@ -102,7 +122,9 @@ class Subject:
     collate: Callable[[list[Any]], Any] | None = None
     most_workers: int | None = None  # what the data allows; None: as many as it takes
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # what makes the file train otherwise than it seems, or not at all
     trainer: Any = None  # the live one
+    named_host: NamedHost = field(default_factory=NamedHost)
 
     @property
     def assumed(self) -> tuple[Assumption, ...]:
@@ -110,8 +132,12 @@ class Subject:
         samples = self.job.data.samples
         size = Assumption(what="data size", value=None if samples is None else f"{samples} samples", settle="--samples")
         host, away = self.hardware.host, self.hardware.hypothetical
+        away = away and self.named_host.cores is None
         cores = f"of {host.cores:g} cores" + (" as here" if away else "")
-        device = (Assumption(what="device", value=f"CPU ({USE_CPU}: true)"),) if self.job.args.get(USE_CPU) is True else ()
+        device = (Assumption(what="device", value=f"CPU ({USE_CPU}: true)"),) if self.job.settings.use_cpu else ()
+        meant = self.job.for_transformers
+        if meant is not None:
+            device = (Assumption(what="transformers", value=f"{meant} for the file, {installed().version} for the figures"), *device)
         return (*device, *self.workload.assumed, size, Assumption(what="host", value=cores, guessed=away))
 
     @property
@@ -121,7 +147,11 @@ class Subject:
 
 
 def hardware_of(request: Request) -> Hardware:
-    """The named card, or what is here."""
+    """The named card, or what is here, beside the host that is named."""
+    return with_host(_cards_of(request), named_host(request.host))
+
+
+def _cards_of(request: Request) -> Hardware:
     memory = None if request.vram_gib is None else int(request.vram_gib * GIB)
     if request.gpu is not None:
         return named(request.gpu, count=request.num_gpus or 1, memory_bytes=memory)
@@ -145,30 +175,63 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     hardware = hardware_of(request)
     devices = max(1, len(hardware.gpus)) * request.nodes
     world = _data_parallel(devices, request.model_parallel)
-    loaded = load(path, section=request.section, world_size=world)
-    on_cpu = loaded.job is not None and loaded.job.args.get(USE_CPU) is True
+    card = hardware.smallest
+    has_bf16 = card is None or card.capability is None or card.supports("bf16")
+    loaded = load(path, section=request.section, world_size=world, has_bf16=has_bf16)
+    on_cpu = loaded.job is not None and loaded.job.settings.use_cpu
     if on_cpu and hardware.gpus:
         hardware, devices = replace(hardware, gpus=(), notes=()), request.nodes
         world = _data_parallel(devices, request.model_parallel)
         loaded = load(path, section=request.section, world_size=world)
+    as_written = loaded
     loaded, repairs = _repaired(loaded, request.section, world)
-    decisive, others = _errors(loaded)
+    decisive, others = _errors(loaded, as_written)
+    launch_notes: tuple[str, ...] = ()
+    if loaded.job is not None and request.accelerate is not None:
+        launched_job, launch_notes = launched_by(loaded.job, read_accelerate_file(request.accelerate))
+        loaded = replace(loaded, job=launched_job)
     if loaded.job is None or decisive:
         lines = [f"{p.place.path}:{p.place.line}: {p.message}" if p.place else f"{path}: {p.message}" for p in decisive]
         raise ConfigError(
             "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
         )
     job, assumed = _with_deepspeed(asked(loaded.job, request), path.parent, request)
+    if request.for_transformers is not None:
+        loaded, repairs = _repaired(_reread(as_written, request, world), request.section, world, request.for_transformers)
+        others = _errors(loaded, as_written)[1]
     _check_named(job, path)
-    if request.model_parallel == 1 and (sharing := model_parallel_of(job.args, path.parent)) > 1:
+    if request.model_parallel == 1 and (sharing := model_parallel_of(job.settings.engine, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
-    fixed = {} if request.engine is not None else fixed_by_deepspeed(job.args, path.parent)
+    fixed = {} if request.engine is not None else fixed_by_deepspeed(job.settings.engine, path.parent)
     _check_agreement(job, fixed)
     job = replace(job, kept=job.kept | fixed.keys())
     known(job, hardware)
-    workload = _lean_workload_of(job) if request.own_process else workload_of(job)
-    notes = (*(_on_cpu(request) if on_cpu else ()), *others, *_misspelt(loaded), *assumed, *_fixed(fixed))
-    return Subject(job=job, workload=workload, hardware=hardware, loaded=loaded, repairs=repairs, notes=notes)
+    workload = workload_of(job, lean=True) if request.own_process else workload_of(job)
+    about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *assumed, *_fixed(fixed))
+    return Subject(
+        job=job,
+        workload=workload,
+        hardware=hardware,
+        loaded=loaded,
+        repairs=repairs,
+        notes=(*(_on_cpu(request) if on_cpu else ()), *about),
+        warnings=(*others, *_misspelt(loaded)),
+        named_host=named_host(request.host),
+    )
+
+
+def _other_optimizer(job: TrainJob) -> tuple[str, ...]:
+    instead = stand_in(job.settings.optim)
+    return () if instead is None else (f"optim: {job.settings.optim} is not modelled: {instead.why}",)
+
+
+def launched(request: Request) -> Request:
+    """With the processes and machines that the file of `accelerate config` states, where the request does not."""
+    if request.accelerate is None:
+        return request
+    file = read_accelerate_file(request.accelerate)
+    nodes = request.nodes if request.nodes > 1 else file.machines
+    return replace(request, nodes=nodes, num_gpus=request.num_gpus or file.per_machine)
 
 
 def _on_cpu(request: Request) -> tuple[str, ...]:
@@ -180,21 +243,40 @@ def _on_cpu(request: Request) -> tuple[str, ...]:
 def _check_named(job: TrainJob, path: Path) -> None:
     """A config that keeps its model in the file beside it is answered with that file."""
     if job.model.name is None and job.model.like is None and (beside := named_beside(path)) is not None:
-        raise ConfigError(f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {beside[0]}")
+        raise ConfigError(
+            f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {shlex.quote(str(beside[0]))}"
+        )
 
 
 def _with_deepspeed(job: TrainJob, folder: Path, request: Request) -> tuple[TrainJob, tuple[str, ...]]:
-    """Where its JSON cannot be found: the stage asked for, or none on one device, which has nobody to share with."""
-    value = job.args.get("deepspeed")
+    """Where its JSON cannot be found: the stage asked for, the one its name says, or none on one device."""
+    value = job.raw.get("deepspeed")
+    without = {key: item for key, item in job.raw.items() if key != "deepspeed"}
+    if value and job.world_size == 1 and job.model.quantization is not None:
+        return with_raw(job, without), ("planned without DeepSpeed: an adapter on packed weights holds little that it would divide",)
     if not is_missing(value, folder):
-        return job, ()
+        return job, _on_one_device(job, folder)
     if request.assume_zero is not None:
+        stated = with_raw(job, {**job.raw, "deepspeed": zero_defaults(request.assume_zero)})
         note = f"deepspeed: {value} is not there: planned as ZeRO-{request.assume_zero} with DeepSpeed's defaults (--assume-zero)"
-        return replace(job, args={**job.args, "deepspeed": zero_defaults(request.assume_zero)}), (note,)
+        return stated, (note, *_on_one_device(stated, folder))
+    if (described := by_its_name(value)) is not None:
+        stated = with_raw(job, {**job.raw, "deepspeed": described})
+        stage = described["zero_optimization"]["stage"]
+        note = f"deepspeed: {value} is not there: planned as ZeRO-{stage} by its name, with DeepSpeed's defaults (--assume-zero)"
+        return stated, (note, *_on_one_device(stated, folder))
     if job.world_size > 1 and request.engine is None:
         return job, ()
-    without = {key: item for key, item in job.args.items() if key != "deepspeed"}
-    return replace(job, args=without), (f"deepspeed: {value} is not there: planned without it, for one device shares nothing",)
+    note = f"deepspeed: {value} is not there: planned without it; --assume-zero STAGE counts DeepSpeed's float32 copies of what trains"
+    return with_raw(job, without), (note,)
+
+
+def _on_one_device(job: TrainJob, folder: Path) -> tuple[str, ...]:
+    sharding = sharding_of(job.settings.engine, world_size=job.world_size, folder=folder) if job.world_size == 1 else None
+    if sharding is None:
+        return ()
+    stage = sharding.engine.removeprefix("zero")
+    return (f"DeepSpeed ZeRO-{stage} on one device divides nothing; its float32 copies of what trains and its buffers are in the figures",)
 
 
 DECISIVE = frozenset(
@@ -204,27 +286,37 @@ DECISIVE = frozenset(
         *("train_sampling_strategy", "auto_find_batch_size"),
     }
 )
-"""Keys that the plan rests on: an error in one of them stops it; any other is told, and planned beside."""
+"""Keys that the plan rests on: an error in one of them stops it; any other is a warning."""
 
 
-def _repaired(loaded: Loaded, section: str | None, world_size: int) -> tuple[Loaded, tuple[Change, ...]]:
+def _reread(loaded: Loaded, request: Request, world_size: int) -> Loaded:
+    """The file as the transformers will read it that it is written for."""
+    return load_document(loaded.document, section=request.section, world_size=world_size, for_transformers=request.for_transformers)
+
+
+def _repaired(
+    loaded: Loaded, section: str | None, world_size: int, for_transformers: str | None = None
+) -> tuple[Loaded, tuple[Change, ...]]:
     """The file repaired, and what that changed. Facts about the data are those of the file as it was: a dropped key still says them."""
     if not any(item.repair for item in loaded.found):
         return loaded, ()
-    repaired = load_document(upgrade(loaded).document, section=section, world_size=world_size)
+    repaired = load_document(upgrade(loaded).document, section=section, world_size=world_size, for_transformers=for_transformers)
     if loaded.job is not None and repaired.job is not None:
-        dropped = {key: value for key, value in loaded.job.args.items() if key in trl_keys(loaded.job.trainer)}
-        job = replace(repaired.job, data=loaded.job.data, args={**dropped, **repaired.job.args})
+        dropped = {key: value for key, value in loaded.job.raw.items() if key in trl_keys(loaded.job.trainer)}
+        job = with_raw(replace(repaired.job, data=loaded.job.data), {**dropped, **repaired.job.raw})
         repaired = replace(repaired, job=job)
     return repaired, repairs_of(loaded, repaired.document)
 
 
-def _errors(loaded: Loaded) -> tuple[list[Problem], tuple[str, ...]]:
-    """Those that stop a plan, and the others as notes."""
-    errors = [problem for problem in loaded.problems if problem.severity == "error"]
+def _errors(loaded: Loaded, as_written: Loaded) -> tuple[list[Problem], tuple[str, ...]]:
+    """Those that stop a plan, and the others as warnings; their lines are those of the file as it is, whose keys a repair may drop."""
+    places = {(problem.code, problem.key): problem.place for problem in as_written.problems}
+    left = [replace(problem, place=places.get((problem.code, problem.key), problem.place)) for problem in loaded.problems]
+    errors = [problem for problem in left if problem.severity == "error"]
     names = DECISIVE | {home.key for key, home in loaded.homes.items() if key in DECISIVE}
     decisive = [problem for problem in errors if problem.key is None or problem.key in names]
     others = [problem for problem in errors if problem not in decisive]
+    others += [problem for problem in left if problem.code == "not_divisible"]  # a warning: of the devices that were named
     return decisive, tuple(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others)
 
 
@@ -234,8 +326,8 @@ def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:
         "per_device_train_batch_size": job.per_device_batch,
         "gradient_accumulation_steps": job.accumulation,
         "train_batch_size": job.effective_batch,
-        "bf16": bool(job.args.get("bf16")),
-        "fp16": bool(job.args.get("fp16")),
+        "bf16": job.settings.precision == "bf16",
+        "fp16": job.settings.precision == "fp16",
     }
     for key, value in ours.items():
         if fixed.get(key, value) != value:
@@ -284,21 +376,22 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
         data = replace(data, lengths=request.lengths)
     if request.samples is not None:
         data = replace(data, samples=request.samples)
-    return replace(job, model=model, data=data, kept=job.kept | request.keep)
+    return replace(job, model=model, data=data, kept=job.kept | request.keep, for_transformers=request.for_transformers)
 
 
-def _lean_workload_of(job: TrainJob) -> Workload:
-    from hfopt.compat.fast_import import lean_imports, spare_scipy
+def workload_of(job: TrainJob, *, layers: int | None = None, lean: bool = False) -> Workload:
+    """`layers`: with another number of blocks, where they are all alike. `lean`: nothing else here needs transformers whole."""
+    if layers is not None:
+        return _built(job, layers=layers)
+    return kept_workload(job, partial(_built, lean=lean), default_store(), before_building=begin_tracing)
 
-    with lean_imports():
-        spare_scipy()
-        return workload_of(job)
 
+def _built(job: TrainJob, *, layers: int | None = None, lean: bool = False) -> Workload:
+    with lean_imports() if lean else nullcontext():
+        if lean:
+            spare_scipy()
+        from hfopt.model.from_config import from_job
 
-def workload_of(job: TrainJob, *, layers: int | None = None) -> Workload:
-    """`layers`: with another number of blocks, where they are all alike."""
-    from hfopt.model.from_config import from_job
-
-    made = from_job(job, layers=layers)
-    grouped = job.args.get("train_sampling_strategy") == "group_by_length" or job.args.get("group_by_length") is True
+        made = from_job(job, layers=layers)
+    grouped = job.settings.loader.groups_by_length
     return replace(made, lengths=replace(made.lengths, grouped=True)) if grouped and made.lengths is not None else made

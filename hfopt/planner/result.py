@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,12 +30,12 @@ class Plan:
         """One line: a plan holds its config, its curves and its trials, which nobody reads in a debugger."""
         chosen, facts = self.candidate, self.facts
         batch = f"{chosen.per_device_batch} × {chosen.accumulation}"
-        return f"<Plan for {device_name(facts)}: {batch} {chosen.precision}, {len(facts.changes)} changes>"
+        return f"<Plan for {device_name(facts)}: {batch} {chosen.precision}, {len(facts.changed_lines)} changes>"
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """What changes and why, in the order of the report."""
-        return self.facts.changes
+        """What changes and why, repairs of outdated keys included, in the order of the report."""
+        return self.facts.changed_lines
 
     @property
     def candidate(self) -> Candidate:
@@ -82,14 +83,14 @@ class Plan:
         choice = self.facts.engine
         if choice is None:
             return self
-        commands = tuple(f"{command.rpartition(' ')[0]} {config}" for command in choice.commands)
+        commands = tuple(shlex.join([*shlex.split(command)[:-1], config]) for command in choice.commands)
         return replace(self, facts=replace(self.facts, engine=replace(choice, commands=commands)))
 
-    def report(self) -> str:
-        """The words of `hfopt plan`, without colours."""
-        from hfopt.report.text import plan_text
+    def report(self, *, verbose: bool = False) -> str:
+        """The words of `hfopt plan`, without colours; `verbose` adds runners-up, rejected settings, the parts of the memory and notes."""
+        from hfopt.report.one_screen import plan_text
 
-        return plan_text(self.facts)
+        return plan_text(self.facts, verbose=verbose)
 
     def __str__(self) -> str:
         return self.report()

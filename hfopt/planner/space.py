@@ -45,7 +45,7 @@ def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep
     if current == "fp16" and facts.gradients_in in _UNSCALABLE:
         return _instead_of_fp16(gpu, facts, keep=keep)
     if gpu is None:
-        return Precisions(allowed=(current,), ruled_out=(), warnings=())
+        return _on_cpu(current, keep=keep)
     if keep:
         return Precisions(allowed=(current,), ruled_out=(), warnings=_fp16_warnings((current,), facts))
     if facts.weights_dtype in ("bfloat16", "float16"):
@@ -67,6 +67,16 @@ def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep
         allowed.remove(current)
         ruled_out.append((current, f"{gpu.name} has no {current}: it needs compute capability 8.0"))
     return Precisions(allowed=tuple(allowed), ruled_out=tuple(ruled_out), warnings=_fp16_warnings(allowed, facts))
+
+
+def _on_cpu(current: Precision, *, keep: bool) -> Precisions:
+    """The user's own, except fp16: accelerate (accelerator.py) gives it neither autocast nor a GradScaler there."""
+    if current != "fp16":
+        return Precisions(allowed=(current,), ruled_out=())
+    why = "a CPU has no fp16 arithmetic: a step takes minutes, or accelerate switches fp16 off"
+    if keep:
+        return Precisions(allowed=(current,), ruled_out=(), warnings=(f"fp16 was asked to stay, but {why}",))
+    return Precisions(allowed=("fp32",), ruled_out=(("fp16", why),))
 
 
 _UNSCALABLE = {

@@ -15,17 +15,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from hfopt.config.settings import precision_of, sharding_of, step_settings
+from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
-from hfopt.memory.step_memory import estimate
+from hfopt.memory.trace_store import TraceStore
+from hfopt.model.model_facts import facts_of
+from hfopt.planner.device_figures import device_figures, named_host
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.search import budget_bytes
 from hfopt.planner.trace_ahead import Estimator
 from hfopt.planner.vllm_share import ColocatedVllm, colocated_vllm, room_beside
-from hfopt.schema import Gpu, Hardware, Sharding, StepSettings, Workload
+from hfopt.schema import Gpu, Hardware, Sharding, StepSettings
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
+from hfopt.store import default_store
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
@@ -41,30 +44,25 @@ class World:
 
 def world_of(subject: Subject) -> World:
     job = subject.job
-    sharding = sharding_of(job.args, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
+    sharding = sharding_of(job.settings.engine, world_size=job.world_size, hidden_size=hidden_size(subject), folder=subject.folder)
     if sharding is None:
         return World(sharding=None, ranks=RankTraffic(world_size=job.world_size))
     return World(sharding=sharding, ranks=traffic_of(subject, sharding))
 
 
 def hidden_size(subject: Subject) -> int | None:
-    config = getattr(subject.workload.build_model, "config", None)
-    text = getattr(config, "text_config", None) or config
-    size = getattr(text, "hidden_size", None) or max(getattr(text, "hidden_sizes", None) or [0])
-    return int(size) or None
+    return facts_of(subject.workload).hidden_size
 
 
 def weight_bytes(subject: Subject) -> int:
     """Of one weight as it is stored while training."""
-    from hfopt.model.builder import stored_in
-
-    return 2 if stored_in(subject.workload) in ("bfloat16", "float16") else 4
+    return 2 if subject.workload.weights_dtype in ("bfloat16", "float16") else 4
 
 
 def traffic_of(subject: Subject, sharding: Sharding) -> RankTraffic:
     workload, world = subject.workload, sharding.world_size
     stored = weight_bytes(subject)
-    mixed = precision_of(subject.job.args) in ("bf16", "fp16")
+    mixed = subject.job.settings.precision in ("bf16", "fp16")
     sent = 2 if mixed and sharding.engine != "ddp" else stored
     share = (world - 1) / world
     weights, gradients = sent * workload.parameters * share, sent * workload.trainable_parameters * share
@@ -123,6 +121,7 @@ class TargetDevice:
     offset_bytes: int
     notes: tuple[str, ...]
     vllm: ColocatedVllm | None = None  # on the same card; the budget is what it leaves
+    launches: str = ""  # whose host the launches were priced for
 
     def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
         job = subject.job
@@ -134,21 +133,10 @@ class TargetDevice:
             capacity_bytes=None if self.gpu is None else self.gpu.available_bytes - (self.vllm.resident_bytes if self.vllm else 0),
             ranks=self.ranks,
             offset_bytes=self.offset_bytes,
-            estimator=estimator or estimate,
+            estimator=estimator or TraceStore(default_store()),
             with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
             progress=progress,
         )
-
-    def stored_in(self, workload: Workload) -> str | None:
-        from hfopt.model.builder import stored_in
-
-        return stored_in(workload)
-
-    def trained_in(self, workload: Workload) -> str | None:
-        from hfopt.model.builder import DTYPE_OPTION
-
-        stated = getattr(getattr(workload.build_model, "config", None), DTYPE_OPTION, None)
-        return None if stated is None else str(stated).removeprefix("torch.")
 
 
 def allocator_conf() -> str | None:
@@ -160,7 +148,8 @@ def config_step(subject: Subject, world: World) -> StepSettings:
     """The config's own step on the device that is planned for, as one rank of its world takes it."""
     gpu = subject.hardware.smallest
     capability, multiprocessors = (CPU_CAPABILITY, None) if gpu is None else (gpu.capability or CPU_CAPABILITY, gpu.sms)
-    base = step_settings(subject.job.args, capability=capability, multiprocessors=multiprocessors)
+    job = subject.job
+    base = step_settings(job.settings, accumulation=job.accumulation, capability=capability, multiprocessors=multiprocessors)
     return replace(base, sharding=world.sharding, allocator=allocator_conf() if gpu is not None else None)
 
 
@@ -174,7 +163,7 @@ def memory_pricing(subject: Subject, request: Request, progress: Progress) -> Pr
         speed=None,
         budget_bytes=budget_bytes(free, request.headroom),
         ranks=world.ranks,
-        estimator=estimate,
+        estimator=TraceStore(default_store()),
         progress=progress,
     )
 
@@ -186,13 +175,17 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
     if gpu is None:
         from hfopt.speed.device_speed import cpu_speed
 
-        speed, free = cpu_speed(), hardware.host.ram_free_bytes
-        notes.append("speeds are those of this CPU, measured now")
+        table, free = cpu_speed(), hardware.host.ram_free_bytes
     else:
         known = speed_of(gpu)
-        speed, note = (known, None) if known is not None else _stand_in(gpu)
+        table, note = (known, None) if known is not None else _stand_in(gpu)
         notes.extend([note] if note else [])
         free = gpu.available_bytes
+    figures = device_figures(gpu, hardware.host, table, named_host(request.host), threads=None if gpu is not None else _threads())
+    speed = figures.speed
+    if gpu is None and speed is table:
+        notes.append("speeds are those of this CPU, measured now")
+    notes.extend(figures.notes)
     world = world_of(subject)
     base = config_step(subject, world)
     if base.allocator:
@@ -214,7 +207,14 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         offset_bytes=0,
         notes=tuple(notes),
         vllm=vllm,
+        launches=figures.launches,
     )
+
+
+def _threads() -> int:
+    import torch
+
+    return int(torch.get_num_threads())
 
 
 def _stand_in(gpu: Gpu) -> tuple[Speed, str]:

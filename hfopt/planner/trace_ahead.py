@@ -18,6 +18,7 @@ from typing import Any
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import Estimate
+from hfopt.memory.trace_store import TraceStore
 from hfopt.process.child_guard import die_with_parent
 from hfopt.schema import StepSettings, Workload
 
@@ -37,7 +38,11 @@ class Ahead:
         self._answers: dict[StepSettings, Estimate | None] = {}
 
     def start(self, expected: Sequence[Asked]) -> None:
-        """One child traces them one after the other; one child at a time."""
+        """One child traces them one after the other, one child at a time; what is known already is not traced again."""
+        if isinstance(self._estimator, TraceStore):
+            if any(workload.remake is not None for workload, _ in expected):
+                return  # its model may never have to be built: what is expected is not always asked for
+            expected = [(workload, settings) for workload, settings in expected if self._estimator.known(workload, settings) is None]
         if self._child is not None or not expected or not _can_fork():
             return
         context = multiprocessing.get_context("fork")

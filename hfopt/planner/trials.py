@@ -22,8 +22,12 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
+from hfopt.compat.versions import torch_build
 from hfopt.errors import NothingFits, VirtualGpuError
+from hfopt.facts.optimizer_states import stand_in
+from hfopt.hardware.torch_kernels import missing_kernels
 from hfopt.memory.step_memory import context_bytes
+from hfopt.planner.kept_rehearsal import keep_rehearsal, kept_rehearsal, rehearsal_parts
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress
 from hfopt.planner.search import SearchResult
@@ -46,6 +50,7 @@ class Tried:
     chosen: int | None  # None: each one that was predicted to fit ran out of memory
     trial: Trial | None
     failed: tuple[Trial, ...] = ()
+    timed_out: tuple[Trial, ...] = ()
     runs: int = 0
 
 
@@ -67,7 +72,8 @@ def tried(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, *, needs_bytes
 
 
 def timed(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, own: Candidate) -> Tried:
-    """The fastest measured, from the first of the ranking and the config's own settings on; a trial that fails counts as a run too."""
+    """The fastest measured, from the first of the ranking and the config's own settings on; a trial that fails counts as a run too.
+    A trial out of time is the last: the others would take as long. Where none was measured, the config's own settings stay."""
     places = {candidate: index for index, (candidate, _) in enumerate(ranked)}
     found: dict[Candidate, Trial] = {}
     waiting = list(dict.fromkeys((ranked[0][0], own if own in places else ranked[0][0])))
@@ -77,19 +83,22 @@ def timed(ranked: Sequence[tuple[Candidate, StepTime]], run: Run, own: Candidate
         if trial is None:
             return Tried(chosen=0, trial=None, runs=len(found))
         found[candidate] = trial
+        if trial.outcome == "timeout":
+            break
         good = [one for one in found.values() if one.outcome == "ok"]
         if not waiting and good:
             fastest = min(good, key=_cost_s).candidate
             waiting = [other for other in _neighbours(fastest, places) if other not in found]
-    runs = len(found) + _confirm(found, run)
+    late = tuple(one for one in found.values() if one.outcome == "timeout")
+    runs = len(found) + (0 if late else _confirm(found, run))
     failed = tuple(one for one in found.values() if one.outcome == "oom")
     good = [one for one in found.values() if one.outcome == "ok"]
     if not good:
         stuck = next((one for one in found.values() if one.outcome != "oom"), None)
-        chosen = None if stuck is None else places[stuck.candidate]
-        return Tried(chosen=chosen, trial=stuck or failed[-1], failed=failed, runs=runs)
+        chosen = None if stuck is None else places[own if late and own in places else stuck.candidate]
+        return Tried(chosen=chosen, trial=stuck or failed[-1], failed=failed, timed_out=late, runs=runs)
     trial = min(good, key=_cost_s)
-    return Tried(chosen=places[trial.candidate], trial=trial, failed=failed, runs=runs)
+    return Tried(chosen=places[trial.candidate], trial=trial, failed=failed, timed_out=late, runs=runs)
 
 
 def _confirm(found: dict[Candidate, Trial], run: Run) -> int:
@@ -197,10 +206,10 @@ EXTENTS: dict[Where, Extent] = {
 
 
 def where_to_try(job: TrainJob, hardware: Hardware) -> Where | None:
-    """The device itself, or the virtual GPU for a card that is not here; None where neither can be, and for several devices: one alone
-    holds neither the buckets nor the shards of its part."""
+    """The device itself, or the virtual GPU for a card that is not here; None where neither can be, and for several devices, DeepSpeed and
+    optimizers that are not modelled: a plain run on one device would hold something else."""
     gpu = hardware.smallest
-    if job.world_size > 1:
+    if job.world_size > 1 or job.settings.engine.deepspeed is not None or stand_in(job.settings.optim) is not None:
         return None
     if not hardware.hypothetical:
         return "cpu" if gpu is None else "cuda"
@@ -209,20 +218,42 @@ def where_to_try(job: TrainJob, hardware: Hardware) -> Where | None:
     return "virtual" if available() is None else None
 
 
-class Tryout:
-    """Tries candidates one after the other, each in a child of its own; closing it ends what was started and never asked."""
+NOT_REHEARSED = "answered from kept traces, without a rehearsal on the virtual GPU; --dry-run makes one"
 
-    def __init__(self, progress: Progress) -> None:
+
+class Tryout:
+    """Tries candidates one after the other, each in a child of its own; closing it ends what was started and never asked.
+
+    On a device that is here always. A rehearsal imports torch, so it is made where something is traced as well; a plan from kept traces
+    has that of the same question, where it was made once, or none. `asked`: in any case, or never.
+    """
+
+    def __init__(self, progress: Progress, *, asked: bool | None = None) -> None:
         self.note: str | None = None  # why nothing can be tried, where that is news
         self._progress = progress
+        self._asked = asked
         self._job: TrainJob | None = None
         self._where: Where | None = None
         self._gpu: Gpu | None = None
         self._ready: Prepared | None = None
+        self._goes = False  # trials are worth their import
 
     def prepare(self, job: TrainJob, hardware: Hardware) -> None:
+        if self._asked is False:
+            return
         self._where, self._gpu = where_to_try(job, hardware), hardware.smallest
         self._job = job
+        if self._where in ("cuda", "virtual") and missing_kernels(self._gpu, torch_build()) is not None:
+            self._where, self.note = None, "not tried: the installed torch has no kernels for this card"
+            return
+        if self._asked or self._where != "virtual":
+            self.start()
+
+    def start(self) -> None:
+        """Something is traced: the child may import meanwhile. More than once is as good as once."""
+        if self._goes:
+            return
+        self._goes = self._job is not None
         try:
             self._ready = self._start()
         except VirtualGpuError as error:
@@ -237,13 +268,26 @@ class Tryout:
         if candidate.use_liger_kernel and find_spec("liger_kernel") is None:
             self.note = "not tried: use_liger_kernel needs the package liger-kernel, which is not installed here"
             return None
+        parts = None if self._where != "virtual" else rehearsal_parts(self._job, self._gpu, candidate, evaluation)
+        if (known := kept_rehearsal(parts)) is not None:
+            return known
+        if not self._goes:
+            self.note = NOT_REHEARSED
+            return None
         device = self._gpu.name if self._gpu is not None else "the CPU"
         virtual = " (virtual)" if self._where == "virtual" else ""
         self._progress(f"trying {candidate.per_device_batch} × {candidate.accumulation} on {device}{virtual}")
         ready, self._ready = self._ready or self._start(), None
         assert ready is not None
-        with ready:
-            return ready.run(candidate, evaluation=evaluation)
+        try:
+            with ready:
+                trial = ready.run(candidate, evaluation=evaluation)
+        except KeyboardInterrupt:
+            self.note = f"interrupted: the best answer so far, not tried on {device}"
+            self._where = None
+            return None
+        keep_rehearsal(parts, trial)
+        return trial
 
     def close(self) -> None:
         if self._ready is not None:

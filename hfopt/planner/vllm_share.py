@@ -13,13 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hfopt.errors import ConfigError, NothingFits
-from hfopt.facts.training_keys import trl_default
 from hfopt.planner.grpo import completions_at_once, writing_of
 from hfopt.planner.request import Subject
-from hfopt.schema import GENERATING, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
+from hfopt.schema import GENERATING, Assumption, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
 from hfopt.units import GIB, format_bytes
 
 SHARE = "vllm_gpu_memory_utilization"
@@ -37,7 +35,16 @@ class ColocatedVllm:
     share_bytes: int
     sleeps: bool
     tensor_parallel: int = 1
-    assumed: str | None = None  # what the config does not state
+    share_stated: bool = True
+    mode_stated: bool = True
+
+    @property
+    def assumed(self) -> tuple[Assumption, ...]:
+        """Where it runs and what it takes, TRL's defaults where the config does not say."""
+        return (
+            Assumption(what="vLLM", value="on the training's card", guessed=not self.mode_stated, settle=MODE),
+            Assumption(what="vLLM's share", value=f"{self.share:g}", guessed=not self.share_stated, settle=SHARE),
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -47,28 +54,22 @@ class ColocatedVllm:
 
 def colocated_vllm(job: TrainJob, gpu: Gpu | None, *, runs_already: bool = False) -> ColocatedVllm | None:
     """None where vLLM takes nothing of this card, or has taken its part before the card was looked at (`runs_already`)."""
-    args = job.args
-    if job.trainer not in GENERATING or args.get("use_vllm") is not True or gpu is None or runs_already:
+    rollout = job.settings.rollout
+    if job.trainer not in GENERATING or not rollout.uses_vllm or gpu is None or runs_already:
         return None
-    if args.get(MODE, _default(job, MODE, "colocate")) != "colocate":
+    if rollout.vllm_mode != "colocate":
         return None
-    stated = args.get(SHARE)
-    share = float(_default(job, SHARE, 0.3) if stated is None else stated)
+    share = rollout.vllm_share
     if not 0 < share <= 1:
         raise ConfigError(f"{SHARE} {share:g} is no share of the card", hint="give a number above 0 and at most 1; 0.3 is TRL's default")
     return ColocatedVllm(
         share=share,
         share_bytes=int(share * (gpu.usable_bytes or gpu.memory_bytes)),
-        sleeps=args.get(SLEEP, _default(job, SLEEP, False)) is True,
-        tensor_parallel=int(args.get("vllm_tensor_parallel_size") or 1),
-        assumed=f"{SHARE} is not stated: TRL's default of {share:g}" if stated is None else None,
+        sleeps=rollout.vllm_sleeps,
+        tensor_parallel=rollout.vllm_tensor_parallel,
+        share_stated=rollout.states_vllm_share,
+        mode_stated=rollout.states_vllm_mode,
     )
-
-
-def _default(job: TrainJob, key: str, otherwise: Any) -> Any:
-    """Of the installed TRL's config of this trainer."""
-    found = trl_default(job.trainer, key)
-    return otherwise if found is None else found
 
 
 def room_beside(vllm: ColocatedVllm | None, budget_bytes: int, gpu: Gpu | None) -> int:
@@ -85,11 +86,24 @@ def room_beside(vllm: ColocatedVllm | None, budget_bytes: int, gpu: Gpu | None) 
     return left
 
 
-def advice_when_short(vllm: ColocatedVllm) -> str:
-    """The line for a training that does not fit beside it."""
+def held_words(vllm: ColocatedVllm) -> str:
+    """What it takes of the card, and when."""
+    size = f"{format_bytes(vllm.share_bytes)} of the card ({SHARE}: {vllm.share:g}{'' if vllm.share_stated else ', the default'})"
     if vllm.sleeps:
-        return f"{MODE}: server, on another card"
-    return f"{SLEEP}: true, which gives vLLM's {format_bytes(vllm.share_bytes)} back while the model trains; or a smaller {SHARE}"
+        return f"colocated vLLM takes {size} while it generates and gives it back while the model trains ({SLEEP})"
+    return f"colocated vLLM holds {size}: training has what it leaves"
+
+
+def advice_when_short(vllm: ColocatedVllm, subject: Subject, *, needed_bytes: int, budget_bytes: int) -> Iterator[str]:
+    """What of vLLM's settings would make room for a training of `needed_bytes` that does not fit into the budget beside it."""
+    room, whole = budget_bytes + vllm.resident_bytes, vllm.share_bytes / vllm.share
+    if vllm.sleeps or needed_bytes > room:
+        return
+    share = _down((room - needed_bytes) / whole)
+    if share * whole >= _vllm_weights(vllm, subject) + _BUFFERS_BYTES:
+        yield f"a smaller share for vLLM: leaves {format_bytes(room - int(share * whole))} for training ({SHARE}: {share:g})"
+    yield f"vLLM asleep while the model trains: leaves {format_bytes(room)} for training ({SLEEP}: true)"
+    yield f"vLLM on another card: leaves {format_bytes(room)} for training ({MODE}: server)"
 
 
 # ------------------------------------------------------------------------------------------------- the phases
@@ -121,8 +135,6 @@ def check_vllm(
 ) -> Iterator[str]:
     """What there is to say; NothingFits where vLLM could not start, or a phase would not fit beside the training."""
     weights = _vllm_weights(vllm, subject)
-    if vllm.assumed is not None:
-        yield vllm.assumed
     if weights + _BUFFERS_BYTES > vllm.share_bytes:
         least = _up((weights + _BUFFERS_BYTES) * vllm.share / vllm.share_bytes)
         raise NothingFits(
@@ -163,3 +175,7 @@ def _proposed_share(vllm: ColocatedVllm, subject: Subject, weights: int, *, prec
 def _up(share: float) -> float:
     """To the next step."""
     return round(-(-share // _STEP) * _STEP, 2)
+
+
+def _down(share: float) -> float:
+    return round(share // _STEP * _STEP, 2)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hfopt.errors import HfoptError
+from hfopt.redact import printable
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -36,7 +37,13 @@ th, td { text-align: left; padding: .4rem .6rem; border-bottom: 1px solid var(--
 th { color: var(--soft); font-weight: 600; } td.better { color: var(--good); } td.worse { color: var(--bad); }
 pre { background: var(--panel); border: 1px solid var(--line); border-radius: .5rem; padding: .6rem; overflow-x: auto; font-size: .85rem; }
 .chart { height: 22rem; margin: .5rem 0; }
+.overview { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1.3fr); gap: 1rem; align-items: start; }
+.overview .verdict { font-size: 1.1rem; font-weight: 600; } .overview .chart { height: 20rem; margin: 0; }
+.overview ul { list-style: none; margin: .5rem 0; padding: 0; font-size: .9rem; }
+.overview li { padding: .2rem 0; overflow-wrap: anywhere; }
+.overview li b { font-weight: 600; } .warning { color: var(--bad); }
 @media (max-width: 40rem) {
+  .overview { grid-template-columns: minmax(0, 1fr); gap: .25rem; } .overview .chart { height: 15rem; } .overview li { padding: .1rem 0; }
   body { font-size: 15px; padding: .6rem; } .chart { height: 20rem; } th, td { padding: .35rem .4rem; }
   .stack thead { display: none; } .stack tr { display: block; padding: .4rem 0; border-bottom: 1px solid var(--line); }
   .stack td { display: block; border: 0; padding: .1rem 0; } .stack td:not([data-head=""])::before { content: attr(data-head) ': ';
@@ -99,6 +106,10 @@ def figure() -> Figure:
     return go.Figure(layout=layout)
 
 
+def _escaped(text: str) -> str:
+    return html.escape(printable(text))
+
+
 class Layer(NamedTuple):
     """One colour of a stacked area."""
 
@@ -122,13 +133,13 @@ def limit(drawn: Figure, y: float, text: str) -> None:
 
 def in_chart(text: str) -> str:
     """Text of others inside a chart: plotly would read tags in it."""
-    return html.escape(text, quote=False)
+    return html.escape(printable(text), quote=False)
 
 
 def chart(drawn: Figure, *, label: str) -> str:
     """A chart as a piece of the page; `label` is what a screen reader says."""
     data = drawn.to_json().replace("<", "\\u003c")
-    return f'<div class="chart" role="img" aria-label="{html.escape(label)}"><script type="application/json">{data}</script></div>'
+    return f'<div class="chart" role="img" aria-label="{_escaped(label)}"><script type="application/json">{data}</script></div>'
 
 
 class Toned(NamedTuple):
@@ -140,7 +151,7 @@ class Toned(NamedTuple):
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, stack: bool = False) -> str:
     """With `stack` a phone shows each row as a block, for cells that hold sentences."""
-    heads = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    heads = "".join(f"<th>{_escaped(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(_cell(name, value) for name, value in zip(head, row, strict=True))}</tr>" for row in rows)
     css = ' class="stack"' if stack else ""
     return f'<div class="scroll"><table{css}><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -149,26 +160,36 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, stack: bool 
 def _cell(head: str, value: object) -> str:
     text, tone = value if isinstance(value, Toned) else (str(value), "")
     css = f' class="{tone}"' if tone else ""
-    return f'<td data-head="{html.escape(head)}"{css}>{html.escape(text)}</td>'
+    return f'<td data-head="{_escaped(head)}"{css}>{_escaped(text)}</td>'
 
 
 def tiles(pairs: Iterable[tuple[str, str]]) -> str:
     """Big figures with a small caption each."""
-    inner = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(caption)}</span></div>' for value, caption in pairs)
+    inner = "".join(f'<div class="tile"><b>{_escaped(value)}</b><span>{_escaped(caption)}</span></div>' for value, caption in pairs)
     return f'<div class="tiles">{inner}</div>'
 
 
 def paragraph(text: str, *, css: str = "") -> str:
-    return f'<p class="{css}">{html.escape(text)}</p>' if css else f"<p>{html.escape(text)}</p>"
+    return f'<p class="{css}">{_escaped(text)}</p>' if css else f"<p>{_escaped(text)}</p>"
 
 
 def code(text: str) -> str:
     """A command, to be copied."""
-    return f"<pre>{html.escape(text)}</pre>"
+    return f"<pre>{_escaped(text)}</pre>"
+
+
+def overview(left: str, right: str) -> str:
+    """What is seen first: two columns, on a phone one below the other."""
+    return f'<div class="overview"><div>{left}</div><div>{right}</div></div>' if right else f"<div>{left}</div>"
+
+
+def pairs(rows: Iterable[tuple[str, str]]) -> str:
+    """A short list of names with their values."""
+    return f"<ul>{''.join(f'<li><b>{html.escape(name)}</b> {html.escape(value)}</li>' for name, value in rows)}</ul>"
 
 
 def section(title: str, *pieces: str) -> str:
-    return f"<section><h2>{html.escape(title)}</h2>{''.join(pieces)}</section>"
+    return f"<section><h2>{_escaped(title)}</h2>{''.join(pieces)}</section>"
 
 
 def page(title: str, *pieces: str) -> bytes:
@@ -178,8 +199,8 @@ def page(title: str, *pieces: str) -> bytes:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f"<title>{html.escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>{html.escape(title)}</h1>{body}{library}<script>{_DRAW}</script></body></html>"
+        f"<title>{_escaped(title)}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{_escaped(title)}</h1>{body}{library}<script>{_DRAW}</script></body></html>"
     ).encode(errors="replace")  # a log may hold half a character
 
 

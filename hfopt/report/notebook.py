@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from hfopt.redact import printable
 from hfopt.report import html
 from hfopt.report.text import assumed_words, device_words, value_words
 from hfopt.schema import Chosen, PlanFacts
@@ -20,7 +21,7 @@ def rows(facts: PlanFacts) -> Iterator[Row]:
         yield "settings", "as they are", "the same", "already the fastest that fit"
     before, after = facts.before, facts.after
     yield "samples/s", _rate(before), _rate(after), "predicted"
-    yield "memory", _memory(before), _memory(after), f"predicted; {format_bytes(facts.budget_bytes)} may be used"
+    yield "memory", _memory(before), _memory(after), f"predicted; {format_bytes(facts.budget_bytes)} usable"
     yield "device busy", format_percent(before.time.gpu_utilization), format_percent(after.time.gpu_utilization), "predicted"
 
 
@@ -30,8 +31,14 @@ def plan_html(facts: PlanFacts) -> str:
 
 def plan_markdown(facts: PlanFacts) -> str:
     lines = ["| " + " | ".join(HEAD) + " |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows(facts)]
-    return "\n\n".join((_title(facts), *_assumed(facts), "\n".join(lines))) + "\n"
+    lines += ["| " + " | ".join(_in_cell(cell) for cell in row) + " |" for row in rows(facts)]
+    around = [printable(line).replace("<", "&lt;") for line in (_title(facts), *_assumed(facts))]
+    return "\n\n".join((*around, "\n".join(lines))) + "\n"
+
+
+def _in_cell(text: str) -> str:
+    """Words of others in a Markdown table: no new row, no new column, no HTML."""
+    return " ".join(printable(text).split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _assumed(facts: PlanFacts) -> list[str]:

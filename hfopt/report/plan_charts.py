@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hfopt.report import html
 from hfopt.schema import BatchPoint, Checkpointing, PlanCharts, TimelinePoint
-from hfopt.units import GIB, format_bytes
+from hfopt.units import GIB, format_bytes, format_rate
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -100,7 +100,7 @@ def throughput_by_batch(charts: PlanCharts) -> Figure:
         _curve(drawn, own, [point.samples_per_s for point in own], name, colour, "%{y:.4~g} samples/s")
     for point in charts.batches:
         if point.chosen and point.samples_per_s is not None:
-            _star(drawn, point.batch, point.samples_per_s, f"chosen: {point.batch}, {point.samples_per_s:,.0f} samples/s")
+            _star(drawn, point.batch, point.samples_per_s, f"chosen: {point.batch}, {format_rate(point.samples_per_s, 'samples')}")
     fitting = [point.batch for point in charts.batches if point.fits]
     if fitting:
         drawn.add_vrect(x0=min(fitting), x1=max(fitting), fillcolor=_FEASIBLE, line_width=0, layer="below")
@@ -114,8 +114,8 @@ def _curves(points: Sequence[BatchPoint]) -> Iterator[tuple[str, str, list[Batch
 
 
 def _curve(drawn: Figure, points: list[BatchPoint], y: Sequence[float | None], name: str, colour: str, hover: str) -> None:
-    """A line, with a dot at each batch that could be chosen: it fits and divides the effective batch."""
-    sizes = [7 if point.fits and point.keeps_effective_batch else 0 for point in points]
+    """A line, with a dot at each batch that may be chosen."""
+    sizes = [7 if point.fits and point.may_be_chosen else 0 for point in points]
     style = {
         "mode": "lines+markers",
         "line": {"color": colour},

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 from hfopt.report import html, plan_charts
+from hfopt.report.one_screen import verdict
 from hfopt.report.text import FAILED, assumed_words, candidate_words, device_words, place_words, value_words, why_not
 from hfopt.schema import PlanCharts, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 _MOST_OTHERS = 8
+_OUTCOMES = {"ok": "ran", "oom": "out of memory", "error": "failed", "timeout": "out of time"}
 
 
 def plan_page(facts: PlanFacts, charts: PlanCharts) -> bytes:
-    pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device_words(facts)}", css="soft")]
-    pieces += [html.paragraph(assumed_words(facts.assumed))] if facts.assumed else []
-    pieces += [html.paragraph(f"Warning: {warning}") for warning in facts.warnings]
+    pieces = [html.paragraph(f"{facts.job.model.name or 'model'} on {device_words(facts)}", css="soft"), _overview(facts, charts)]
     pieces.append(_summary(facts))
-    changes = [(change.key, value_words(change.before), value_words(change.after), change.reason) for change in facts.changed_lines]
-    pieces.append(
-        html.section("Changes and their reasons", html.table(("key", "before", "after", "why"), changes, stack=True))
-        if changes
-        else html.section("Changes", html.paragraph("Nothing to change: the config is already the best one found for this device."))
-    )
-    pieces += [_engine(facts), _measured(facts), *_over_step(facts, charts), *_by_batch(facts, charts), _others(facts)]
+    pieces += [html.paragraph(assumed_words(facts.assumed))] if facts.assumed else []
+    reasons = [(change.key, change.reason) for change in facts.changed_lines]
+    pieces += [html.section("Why these changes", html.table(("key", "reason"), reasons, stack=True))] if reasons else []
+    pieces += [_engine(facts), _tried(facts), *_by_batch(facts, charts), _others(facts)]
     for advice in facts.advice:
-        pieces.append(html.section(advice.title, html.paragraph(advice.detail), *([html.paragraph(advice.flag)] if advice.flag else [])))
-    pieces += [html.paragraph(note, css="soft") for note in facts.notes]
+        pieces.append(html.section(advice.title, html.paragraph(advice.detail), *([html.code(advice.flag)] if advice.flag else [])))
+    pieces += [html.section("Notes", *(html.paragraph(note, css="soft") for note in facts.notes))] if facts.notes else []
     return html.page("hfopt plan", *pieces)
+
+
+def _overview(facts: PlanFacts, charts: PlanCharts) -> str:
+    """The verdict, what changes, and the memory of a step beside it."""
+    changes = [(change.key, f"{value_words(change.before)} → {value_words(change.after)}") for change in facts.changed_lines]
+    warnings = "".join(html.paragraph(f"Warning: {warning}", css="warning") for warning in facts.warnings)
+    left = html.paragraph(verdict(facts), css="verdict") + warnings + (html.pairs(changes) if changes else "")
+    return html.overview(left, _over_step(facts, charts))
 
 
 def _summary(facts: PlanFacts) -> str:
@@ -33,7 +38,7 @@ def _summary(facts: PlanFacts) -> str:
     claimed = before.runs and bool(before.time.samples_per_s) and (facts.trial is None or facts.trial.outcome not in FAILED)
     gain = f"{after.time.samples_per_s / before.time.samples_per_s:.2f}×" if claimed else "n/a"
     trial, old = facts.trial, facts.job.effective_batch
-    verified = "not verified on a device" if trial is None else f"{trial.outcome} on {place_words(trial)}"
+    verified = "not tried" if trial is None else f"{_OUTCOMES[trial.outcome]} on {place_words(trial)}"
     return html.tiles(
         [
             (format_rate(after.time.samples_per_s, "samples"), "predicted throughput"),
@@ -64,7 +69,7 @@ def _engine(facts: PlanFacts) -> str:
     return html.section(f"{choice.name} over {facts.job.world_size} devices", html.paragraph(choice.reason), *commands, others)
 
 
-def _measured(facts: PlanFacts) -> str:
+def _tried(facts: PlanFacts) -> str:
     found, trial = facts.correction, facts.trial
     if found is None or trial is None:
         return ""
@@ -75,24 +80,25 @@ def _measured(facts: PlanFacts) -> str:
     if found.predicted_step_s is not None and found.measured_step_s is not None:
         times = (format_seconds(found.predicted_step_s), format_seconds(found.measured_step_s))
         rows.append(("a step", *times, _off(found.time_error)))
-    where = f"{candidate_words(found.candidate, facts.weights_dtype)}, tried on {place_words(trial)}."
-    table = html.table(("", "predicted", "measured", "off by"), rows)
-    return html.section("Predicted and measured", html.paragraph(where, css="soft"), table) if rows else ""
+    how = "rehearsed" if trial.device == "virtual" else "measured"
+    where = f"{candidate_words(found.candidate, facts.weights_dtype)}, {how} on {place_words(trial)}."
+    table = html.table(("", "predicted", how, "prediction off by"), rows)
+    return html.section(f"Predicted and {how}", html.paragraph(where, css="soft"), table) if rows else ""
 
 
 def _off(error: float | None) -> str:
     return "" if error is None else f"{100 * error:+.1f} %"
 
 
-def _over_step(facts: PlanFacts, charts: PlanCharts) -> list[str]:
+def _over_step(facts: PlanFacts, charts: PlanCharts) -> str:
     if not charts.timeline:
-        return []
+        return ""
     after = facts.after
     where = f" The peak falls in {charts.peak.moment}." if charts.peak is not None and charts.peak.moment else ""
     cached = f" With what the allocator keeps unused, {format_bytes(after.memory.device_bytes)} are taken at most."
     words = f"Allocated memory of one step at batch {after.candidate.per_device_batch}, predicted from its trace.{where}{cached}"
     drawn = html.chart(plan_charts.over_step(charts), label="Memory over one training step, stacked by category")
-    return [html.section("Memory over the step", html.paragraph(words, css="soft"), drawn)]
+    return drawn + html.paragraph(words, css="soft")
 
 
 def _by_batch(facts: PlanFacts, charts: PlanCharts) -> list[str]:
@@ -100,7 +106,7 @@ def _by_batch(facts: PlanFacts, charts: PlanCharts) -> list[str]:
         return []
     words = (
         f"Predicted. Green is what the plan may use: {format_bytes(facts.budget_bytes)}, and the batches that need no more. Dots are the "
-        f"batches that could be chosen, because they divide the effective batch of {facts.effective_batch}."
+        f"batches that may be chosen: they fit and keep the effective batch of {facts.effective_batch}."
     )
     memory = html.chart(plan_charts.memory_by_batch(charts), label="Memory against the per-device batch size")
     rate = html.chart(plan_charts.throughput_by_batch(charts), label="Throughput against the per-device batch size")

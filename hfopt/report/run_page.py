@@ -86,10 +86,11 @@ def _charts(runs: Sequence[RunView]) -> list[str]:
     pieces = [
         _chart("Utilization", run_charts.utilization(runs), "Utilization over time"),
         _chart("Memory", run_charts.memory(runs), "Memory over time"),
-        _chart("Data wait", run_charts.data_wait(runs), "Share of the training time spent waiting for data"),
     ]
-    if len(runs) == 1:
-        pieces.insert(2, _chart("Where the time went", run_charts.where_time_went(runs[0]), "Shares of the time over the run"))
+    if len(runs) == 1:  # the wait for data is a part of it
+        pieces.append(_chart("Where the time went", run_charts.where_time_went(runs[0]), "Shares of the time over the run"))
+    else:
+        pieces.append(_chart("Data wait", run_charts.data_wait(runs), "Share of the training time spent waiting for data"))
     if any(run_charts.has(run, run_charts.POWER) for run in runs):
         pieces.append(_chart("Power", run_charts.power(runs), "Power over time"))
     pieces.append(_chart("Throughput", run_charts.throughput(runs), "Samples per second over time"))

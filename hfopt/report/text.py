@@ -1,4 +1,4 @@
-"""The plan in words: what changes and why, memory with its parts, speed before and after, who lost and why.
+"""The words that every report of a plan uses, and its details: the parts of speed and memory, who lost and why, advice, notes.
 
 Every line is a (style, text) pair, so that a terminal can colour it and a file gets the bare words. A figure says whether it was predicted
 or measured, and on what.
@@ -10,11 +10,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hfopt.config.yaml_splices import render
 from hfopt.schema import (
     REHEARSED_MICRO_BATCHES,
     Assumption,
     Candidate,
-    Change,
     Chosen,
     Correction,
     EvaluationPeak,
@@ -23,31 +23,25 @@ from hfopt.schema import (
     Priced,
     Trial,
 )
-from hfopt.speed.efficiency import efficiency, limits, settings_error
+from hfopt.speed.efficiency import limits, settings_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
-ASSUMED_WIDTH = 140
+COLUMNS = 100  # of a terminal; a longer line is wrapped
 RUNNERS_UP = 4
 FAILED = ("error", "timeout")  # outcomes of a dry run after which no speed is claimed
 REJECTED = 4
 TIE = 0.02  # as the search's ranking has it: times closer than this are equal
 
 
-def plan_text(facts: PlanFacts) -> str:
-    """Without colours."""
-    return "\n".join(text for _, text in plan_lines(facts)) + "\n"
-
-
-def plan_lines(facts: PlanFacts) -> Iterator[Line]:
-    yield from _head(facts)
+def detail_lines(facts: PlanFacts) -> Iterator[Line]:
+    """What `--verbose` adds to the screen."""
     yield from _engine(facts)
-    yield from _changes(facts.changed_lines)
     yield from _speed(facts)
     yield from _memory(facts)
     yield from _others(facts)
     for item in facts.advice:
-        yield "title", f"Only you can: {item.title}"
+        yield "title", f"Only you can decide: {item.title}"
         yield "plain", f"  {item.detail}"
         if item.flag:
             yield "good", f"  {item.flag}"
@@ -56,9 +50,17 @@ def plan_lines(facts: PlanFacts) -> Iterator[Line]:
         yield from (("soft", f"  {note}") for note in facts.notes)
 
 
+def wrapped(style: str, text: str, *, indent: int = 2) -> Iterator[Line]:
+    """One line as several, none longer than the screen is wide; `indent` is that of the second and later ones."""
+    lead = len(text) - len(text.lstrip())
+    hang = " " * max(indent, lead)
+    for line in textwrap.wrap(text, width=COLUMNS, subsequent_indent=hang, break_on_hyphens=False, break_long_words=False) or [""]:
+        yield style, line
+
+
 def assumed_lines(assumed: Sequence[Assumption]) -> list[str]:
     """'assumed: head BertForMaskedLM (guess: --task), length 128 tokens, ...', wrapped."""
-    return textwrap.wrap(assumed_words(assumed), width=ASSUMED_WIDTH, subsequent_indent="  ", break_on_hyphens=False) if assumed else []
+    return [text for _, text in wrapped("plain", assumed_words(assumed))] if assumed else []
 
 
 def assumed_words(assumed: Sequence[Assumption]) -> str:
@@ -82,48 +84,25 @@ def device_words(facts: PlanFacts) -> str:
         return f"{host.cpu_name or 'CPU'}, {host.cores:g} cores, {format_bytes(host.ram_free_bytes)} of RAM free"
     count = f"{len(facts.hardware.gpus)} × " if len(facts.hardware.gpus) > 1 else ""
     capability = f", capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else ""
-    origin = "named, not here" if facts.hardware.hypothetical else "found here"
+    origin = "not on this machine" if facts.hardware.hypothetical else "on this machine"
     return f"{count}{gpu.name}, {format_bytes(gpu.memory_bytes)}{capability} ({origin})"
 
 
-def _head(facts: PlanFacts) -> Iterator[Line]:
-    yield "title", f"{facts.job.model.name or facts.job.path or 'model'} on {device_words(facts)}"
-    yield from (("plain", line) for line in assumed_lines(facts.assumed))
-    yield from (("bad", f"WARNING: {warning}") for warning in facts.warnings)
-    was, now = facts.before.candidate, facts.after.candidate
-    old, new = facts.job.effective_batch, facts.effective_batch
-    world = facts.job.world_size
-    same = "the same before and after" if old == new else f"asked for with --effective-batch; it was {old}"
-    yield "plain", f"Effective batch {new}, {same}: {_product(was, world)} before, {_product(now, world)} after"
-
-
 def _engine(facts: PlanFacts) -> Iterator[Line]:
-    """How several devices share the model, what was not taken, and how to start it."""
+    """The engines that were not taken, and every command that starts the one that was."""
     choice = facts.engine
     if choice is None:
         return
-    yield "title", f"{choice.name} over {facts.job.world_size} devices: {choice.reason}"
+    yield "title", f"{choice.name} over {facts.job.world_size} devices"
     for name, why in choice.rejected:
         yield "soft", f"  not {name}: {why}"
     for command in choice.commands:
         yield "good", f"  {command}"
 
 
-def _product(candidate: Candidate, world: int) -> str:
-    ranks = f" × {world}" if world > 1 else ""
-    return f"{candidate.per_device_batch} × {candidate.accumulation}{ranks}"
-
-
-def _changes(changes: Sequence[Change]) -> Iterator[Line]:
-    yield "title", f"Changes ({len(changes)})" if changes else "Nothing to change: the config is already the fastest that fits"
-    width = max((len(change.key) for change in changes), default=0)
-    for change in changes:
-        yield "good", f"  {change.key:<{width}}  {value_words(change.before)} → {value_words(change.after)}"
-        yield "soft", f"      {change.reason}"
-
-
 def value_words(value: Any) -> str:
-    return {None: "unset", True: "true", False: "false"}.get(value, str(value)) if isinstance(value, (bool, type(None))) else str(value)
+    """As YAML writes it, so that it can be found in the file."""
+    return "unset" if value is None else value if isinstance(value, str) else render(value)
 
 
 def _speed(facts: PlanFacts) -> Iterator[Line]:
@@ -131,31 +110,33 @@ def _speed(facts: PlanFacts) -> Iterator[Line]:
     for name, chosen in (("before", facts.before), ("after", facts.after)):
         yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data.samples)}"
     yield from _range_and_power(facts)
-    gain = facts.after.time.samples_per_s / facts.before.time.samples_per_s
-    if facts.trial is not None and facts.trial.outcome in FAILED:
-        yield "bad", f"  no gain is claimed: the dry run on {place_words(facts.trial)} did not end well"
-    elif facts.before.runs:
-        yield "good", f"  {gain:.2f} times the throughput" if abs(gain - 1) >= 0.005 else "  as fast as before"
     found = facts.correction
     if found is not None and found.measured_step_s is not None and facts.trial is not None:
         samples = found.candidate.per_device_batch * found.candidate.accumulation
         rate = format_rate(samples / found.measured_step_s, "samples")
         took = format_seconds(found.measured_step_s)
         yield "good", f"  measured on {place_words(facts.trial)}: {took} a step, {rate}"
-        yield "soft", f"          predicted {format_seconds(found.predicted_step_s or 0.0)} a step{_off(found.time_error)}"
+        yield "soft", f"          predicted {format_seconds(found.predicted_step_s or 0.0)} a step{off_words(found.time_error)}"
 
 
 def _range_and_power(facts: PlanFacts) -> Iterator[Line]:
     """What the prediction may be off by, what the card draws at what clock, and what the launches were priced for."""
-    time, gpu = facts.after.time, facts.hardware.smallest
+    time = facts.after.time
     if time.rate_error is not None:
         low, high = (format_rate(rate, "samples") for rate in limits(time.samples_per_s, time.rate_error))
         yield (
             "soft",
             f"          8 of 10 such rates are within {round(100 * time.rate_error)} %: {low.removesuffix(' samples/s')} to {high}",
         )
+    if parts := [*_power_parts(facts), *([f"launches priced for {facts.launches}"] if facts.launches else [])]:
+        yield "soft", f"          {', '.join(parts)}"
+
+
+def _power_parts(facts: PlanFacts) -> list[str]:
+    """What the card draws at what clock; [] where nothing is known of its power."""
+    time, gpu = facts.after.time, facts.hardware.smallest
     if time.power_w is None or time.clock_share is None or gpu is None or gpu.power_limit_w is None:
-        return
+        return []
     share = round(100 * time.clock_share)
     limited = time.power_w > 0.99 * gpu.power_limit_w and share < 100
     held = f", which holds its clock at {share} % of the boost clock" if limited else ""
@@ -163,9 +144,7 @@ def _range_and_power(facts: PlanFacts) -> Iterator[Line]:
     if facts.job.data.samples:
         cards = len(facts.hardware.gpus)
         parts.append(f"{cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6:.2f} kWh an epoch")
-    launch_us = efficiency()["host"]["forward_us"]
-    parts.append(f"launches priced for a server's CPU ({launch_us:.0f} µs each in forward)")
-    yield "soft", f"          {', '.join(parts)}"
+    return parts
 
 
 def _speed_words(chosen: Chosen, samples: int | None) -> str:
@@ -188,7 +167,7 @@ def _speed_words(chosen: Chosen, samples: int | None) -> str:
 
 
 def _memory(facts: PlanFacts) -> Iterator[Line]:
-    yield "title", f"Memory (predicted; {format_bytes(facts.budget_bytes)} may be used)"
+    yield "title", f"Memory (predicted; {format_bytes(facts.budget_bytes)} usable)"
     for name, chosen in (("before", facts.before), ("after", facts.after)):
         memory = chosen.memory
         fits = chosen.fits or chosen.evaluation is not None  # an evaluation that does not fit has its own line
@@ -200,7 +179,7 @@ def _memory(facts: PlanFacts) -> Iterator[Line]:
     if facts.trial is not None:
         yield from _tried(facts.trial, facts.correction)
     else:
-        yield "soft", "          not verified on a device"
+        yield "soft", "          not tried on a device"
 
 
 def _phases(facts: PlanFacts) -> Iterator[Line]:
@@ -246,7 +225,7 @@ def _breakdown(memory: MemoryPeak) -> Iterator[Line]:
 
 def _tried(trial: Trial, correction: Correction | None) -> Iterator[Line]:
     if trial.outcome != "ok":
-        yield "bad", f"  the dry run on {place_words(trial)} ended with {trial.outcome}: {trial.message or 'no message'}"
+        yield "bad", f"  the dry run on {place_words(trial)} {outcome_words(trial)}"
         return
     figures = {"reserved": trial.peak_reserved_bytes, "allocated": trial.peak_allocated_bytes, "on the device": trial.peak_device_bytes}
     words = ", ".join(f"{format_bytes(size)} {name}" for name, size in figures.items() if size is not None)
@@ -260,10 +239,10 @@ def _tried(trial: Trial, correction: Correction | None) -> Iterator[Line]:
     if correction is None or correction.predicted_reserved_bytes is None:
         return
     predicted = format_bytes(correction.predicted_reserved_bytes)
-    yield "soft", f"          predicted {predicted} reserved{_off(correction.memory_error)}"
+    yield "soft", f"          predicted {predicted} reserved{off_words(correction.memory_error)}"
 
 
-def _off(error: float | None) -> str:
+def off_words(error: float | None) -> str:
     """How far a prediction was from the measurement."""
     if error is None:
         return ""
@@ -272,6 +251,13 @@ def _off(error: float | None) -> str:
 
 def place_words(trial: Trial) -> str:
     return {"cuda": "this card", "cpu": "this CPU", "virtual": "the virtual GPU"}[trial.device]
+
+
+def outcome_words(trial: Trial) -> str:
+    """How a dry run that did not go well went."""
+    if trial.outcome == "timeout":
+        return f"ran out of time, so nothing was measured ({trial.message or 'its time limit'})"
+    return f"{'ran out of memory' if trial.outcome == 'oom' else 'failed'}: {trial.message or 'no message'}"
 
 
 def candidate_words(candidate: Candidate, weights_dtype: str | None) -> str:
@@ -310,8 +296,9 @@ def why_not(other: Priced, facts: PlanFacts) -> str:
     slower = 1 - other.time.samples_per_s / winner.time.samples_per_s
     rate = format_rate(other.time.samples_per_s, "samples")
     if slower <= TIE:
-        return f"{rate}: within {format_percent(TIE)}, which no prediction tells apart; {_why_not_equal(other.candidate, winner.candidate)}"
-    unsure = ", cannot be told apart" if slower <= settings_error() else ""
+        why = _why_not_equal(other.candidate, winner.candidate)
+        return f"{rate}: within {format_percent(TIE)}, too close for a prediction to separate; {why}"
+    unsure = ", too close to call" if slower <= settings_error() else ""
     return f"{rate}: {format_percent(slower)} slower{unsure}, {other.time.bound}-bound, {format_bytes(other.memory.device_bytes)}"
 
 

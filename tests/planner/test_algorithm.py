@@ -78,8 +78,9 @@ def test_every_change_has_its_reason_and_the_report_shows_it(tmp_path: Path, mod
     result = made(write(tmp_path, model, gradient_accumulation_steps=4))
     assert {"per_device_train_batch_size", "gradient_accumulation_steps"} <= {change.key for change in result.facts.changes}
     report = str(result)
+    flat = " ".join(report.split())  # lines are wrapped
     for change in result.facts.changes:
-        assert change.key in report and change.reason in report
+        assert change.key in flat and change.reason in flat
     assert "\x1b[" not in report
 
 
@@ -98,7 +99,7 @@ def test_the_charts_hold_the_peak_the_limit_and_the_chosen_batch(tmp_path: Path,
     assert drawn.peak.total_bytes == pytest.approx(held, rel=1e-3)
     assert drawn.device_bytes is not None and drawn.budget_bytes == result.facts.budget_bytes < drawn.device_bytes
     (chosen,) = [point for point in drawn.batches if point.chosen]
-    assert chosen.batch == after.candidate.per_device_batch and chosen.fits and chosen.keeps_effective_batch
+    assert chosen.batch == after.candidate.per_device_batch and chosen.fits and chosen.may_be_chosen
     assert chosen.device_bytes == after.memory.device_bytes
     own = [point for point in drawn.batches if point.every_n_layers == chosen.every_n_layers]
     assert [p.batch for p in own] == sorted(p.batch for p in own) and own[-1].batch > 32
@@ -228,7 +229,7 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
     assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8
     assert any("not neutral" in advice.title for advice in kept.facts.advice)
     assert any("would change the gradients" in rejection.reason for rejection in kept.facts.rejected)
-    assert kept.facts.warnings and kept.report().splitlines()[3].startswith("WARNING: BertForSequenceClassification with gradient_acc")
+    assert kept.facts.warnings and "\nWARNING: BertForSequenceClassification with gradient_acc" in kept.report()
     assert kept.to_json()["warnings"] == list(kept.facts.warnings)
     assert made(path).candidate.accumulation == 1 and not made(path).facts.warnings
 
@@ -259,7 +260,7 @@ def test_a_loss_over_the_batch_keeps_its_batch(tmp_path: Path, model: Path) -> N
     contrastive = replace(subject, workload=replace(subject.workload, batch_dependent_loss="contrastive: test"))
     kept = plan_subject(contrastive, Request(gpu=CARD, dry_run=False), estimator=remembered)
     assert (kept.candidate.per_device_batch, kept.candidate.accumulation) == (8, 4)
-    assert "contrastive: test" in kept.report()
+    assert "contrastive: test" in kept.report(verbose=True)
 
 
 def test_python_arguments_plan_like_a_file(tmp_path: Path, model: Path) -> None:

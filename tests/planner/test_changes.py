@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from versions import BEFORE_5
 
-from hfopt.config.settings import checkpointing_of, precision_of
+from hfopt.config.read_job import load_bytes
+from hfopt.config.settings import trainer_settings
 from hfopt.planner.changes import Outcome, Setting, changes
-from hfopt.schema import Candidate, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
+from hfopt.planner.conclusion import _as_written
+from hfopt.schema import Candidate, Change, Checkpointing, Chosen, LoaderPlan, MemoryPeak, StepTime
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -56,8 +59,8 @@ def made(
     before = Candidate(
         per_device_batch=args.get("per_device_train_batch_size", 8),
         accumulation=args.get("gradient_accumulation_steps", 1),
-        precision=precision_of(args),
-        checkpointing=checkpointing_of(args),
+        precision=trainer_settings(args).precision,
+        checkpointing=trainer_settings(args).checkpointing,
     )
     outcome = Outcome(
         before=chosen(before, was or loader()), after=chosen(after, feed or loader()), effective_batch=8, budget_bytes=1, device="card"
@@ -117,11 +120,14 @@ def test_kept_keys_stay() -> None:
 
 
 def test_reading_the_flags() -> None:
-    assert precision_of({"bf16": True, "tf32": True}) == "bf16"
-    assert precision_of({"tf32": True}) == "tf32"
-    assert precision_of({"fp16": False}) == "fp32"
-    assert checkpointing_of({"gradient_checkpointing": True}) == Checkpointing(every_n_layers=1, use_reentrant=BEFORE_5)
-    assert checkpointing_of({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}) == Checkpointing()
+    assert trainer_settings({"bf16": True, "tf32": True}).precision == "bf16"
+    assert trainer_settings({"tf32": True}).precision == "tf32"
+    assert trainer_settings({"fp16": False}).precision == "fp32"
+    assert trainer_settings({"gradient_checkpointing": True}).checkpointing == Checkpointing(every_n_layers=1, use_reentrant=BEFORE_5)
+    assert (
+        trainer_settings({"gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"every_n_layers": 2}}).checkpointing
+        == Checkpointing()
+    )
 
 
 @pytest.mark.parametrize(("fits", "said"), [(True, "samples/s predicted instead of"), (False, "8 does not fit")])
@@ -151,7 +157,7 @@ def test_what_only_the_user_may_allow_is_written_with_that_reason() -> None:
         budget_bytes=1,
         device="card",
         learning_rate=(2e-5, "scaled"),
-        evaluation=(("per_device_eval_batch_size", 64, "no activations"),),
+        further=(("per_device_eval_batch_size", 64, "no activations"),),
     )
     found = changes(Setting(args={}, defaults=DEFAULTS, kept=frozenset()), outcome)
     assert {change.key: change.after for change in found} == {
@@ -196,3 +202,15 @@ def test_a_precision_the_card_lacks_is_switched_off() -> None:
     after = Candidate(per_device_batch=8, accumulation=1, precision="fp32")
     assert made({"bf16": True}, after) == {"bf16": False}
     assert made({"tf32": True}, after) == {"tf32": False}
+
+
+def test_a_change_is_told_as_the_files_own_tool_spells_it() -> None:
+    text = b"model_name_or_path: x\nstage: sft\nfinetuning_type: full\ntemplate: qwen\nper_device_train_batch_size: 2\n"
+    subject: Any = SimpleNamespace(loaded=load_bytes(text, "c.yaml"))
+    made = (
+        Change(key="gradient_checkpointing", before=True, after=False, reason="why"),
+        Change(key="per_device_train_batch_size", before=2, after=4, reason="why"),
+    )
+    (spelled,) = _as_written(subject, made).values()
+    assert (spelled.key, spelled.before, spelled.after, spelled.reason) == ("disable_gradient_checkpointing", False, True, "why")
+    assert _as_written(SimpleNamespace(loaded=None), made) == {}  # type: ignore[arg-type]

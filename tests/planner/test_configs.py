@@ -70,6 +70,13 @@ def plans() -> dict[str, Plan]:
         return {path.name: planned(path, patch) for path in CONFIGS}
 
 
+def test_every_report_fits_on_one_screen(plans: dict[str, Plan]) -> None:
+    for name, made in plans.items():
+        lines = made.report().splitlines()
+        assert len(lines) <= 40 and max(map(len, lines)) <= 100, (name, len(lines))
+        assert any(line.startswith("Use it ") for line in lines[-5:]) and lines[-1].startswith("More "), name
+
+
 def test_every_plan_keeps_the_effective_batch_and_names_only_keys_that_exist(plans: dict[str, Plan]) -> None:
     from transformers import Seq2SeqTrainingArguments
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from versions import needs_5
 
+from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
@@ -135,9 +136,9 @@ def test_zero_is_traced_only_where_it_could_win(folder: Path, bound: Any, tried:
     asked: list[str] = []
 
     def one(subject: Subject) -> Plan:
-        if engine_of(subject.job.args) is None:
+        if engine_of(subject.job.settings.engine) is None:
             raise NothingFits("nothing fits: even one sample is too much")
-        asked.append("ZeRO-2" if "deepspeed" in subject.job.args else "FSDP2")
+        asked.append("ZeRO-2" if "deepspeed" in subject.job.raw else "FSDP2")
         return stand_in
 
     request = Request(gpu=CARD, num_gpus=4)
@@ -151,7 +152,7 @@ def test_offloaded_gradients_are_summed_on_the_host(folder: Path) -> None:
     job = from_file(written(folder), Request(gpu=CARD, num_gpus=4)).job
     offloaded, plain = (engine_args(named_engine(key), job, ("LlamaDecoderLayer",), adapters=False) for key in ("fsdp2-offload", "fsdp2"))
     assert offloaded["ddp_backend"] == "cuda:nccl,cpu:gloo" and "ddp_backend" not in plain
-    own = replace(job, args={**job.args, "ddp_backend": "gloo"})
+    own = with_raw(job, {**job.raw, "ddp_backend": "gloo"})
     assert engine_args(named_engine("fsdp2-offload"), own, (), adapters=False)["ddp_backend"] == "gloo"
 
 

@@ -47,13 +47,14 @@ def after(made: Plan) -> dict[str, Any]:
 
 def test_what_a_yaml_does_not_say_is_said(tmp_path: Path) -> None:
     loss_only = reading(tmp_path)
-    assert not loss_only.settings.keeps_predictions and "no metric is named" in loss_only.assumed[0]
+    assert not loss_only.settings.keeps_predictions and "no metric is named" in loss_only.assumed[0].value
+    assert loss_only.assumed[0].guessed and "eval_accumulation_steps" in loss_only.notes[0]
     named = reading(tmp_path, metric_for_best_model="accuracy")
     assert named.settings.keeps_predictions and named.settings.samples == 1000
-    assert any("metric_for_best_model: accuracy" in one for one in named.assumed)
-    assert any("1000 are assumed" in one for one in named.assumed)
+    assert not named.notes and "metric_for_best_model: accuracy" in named.assumed[0].value
+    assert (named.assumed[1].value, named.assumed[1].guessed, named.assumed[1].settle) == ("1000 samples", True, "max_eval_samples")
     known = reading(tmp_path, metric_for_best_model="accuracy", max_eval_samples=77)
-    assert known.settings.samples == 77 and not any("1000" in one for one in known.assumed)
+    assert known.settings.samples == 77 and known.assumed[1].value == "77 samples" and not known.assumed[1].guessed
     assert not reading(tmp_path, metric_for_best_model="eval_loss").settings.keeps_predictions
     assert not reading(tmp_path, metric_for_best_model="f1", prediction_loss_only=True).settings.keeps_predictions
     assert reading(tmp_path, eval_strategy="no") is None
@@ -70,7 +71,9 @@ def test_the_batch_comes_from_the_evaluations_own_trace(tmp_path: Path) -> None:
     assert after(made)["per_device_eval_batch_size"] == 16, "twice the training's"
     evaluation = made.facts.after.evaluation
     assert evaluation is not None and evaluation.fits and evaluation.batch == 16
-    assert "first evaluation" in made.report()
+    assert "first evaluation" in made.report(verbose=True)
+    assert "evaluation of the loss alone" in " ".join(made.report().split()).partition("Changes")[0], "among the assumptions"
+    assert any(one["what"] == "evaluation" and one["guessed"] for one in made.to_json()["assumed"])
     assert made.to_json()["after"]["evaluation"]["per_device_eval_batch_size"] == 16
 
 

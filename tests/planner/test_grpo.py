@@ -8,17 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_jobs import made_job
 
+from hfopt.config.settings import with_raw
 from hfopt.errors import NothingFits, WorkloadError
 from hfopt.model import samples
 from hfopt.model.from_config import from_spec
 from hfopt.planner.grpo import check_generation, completions_at_once, writing_of
 from hfopt.planner.request import Subject
-from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec, TrainJob
+from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec
 from hfopt.units import MIB
 
-GRPO = TrainJob(
-    path=None, section=(), trainer="GRPO", args={}, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4
+GRPO = made_job(
+    path=None, section=(), trainer="GRPO", raw={}, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4
 )
 STAYS = Breakdown(
     weights_bytes=20 * MIB,
@@ -44,7 +46,7 @@ def subject(tiny: Path) -> Subject:
     [({}, 1, 16), ({}, 2, 16), ({"generation_batch_size": 24}, 2, 12), ({"steps_per_generation": 3}, 2, 12)],
 )
 def test_how_many_a_rank_writes_at_once(args: dict[str, Any], world: int, rows: int) -> None:
-    assert completions_at_once(replace(GRPO, args=args, world_size=world)) == rows
+    assert completions_at_once(with_raw(replace(GRPO, world_size=world), args)) == rows
 
 
 def test_what_a_token_of_a_completion_takes(subject: Subject) -> None:
@@ -60,7 +62,7 @@ def test_what_a_token_of_a_completion_takes(subject: Subject) -> None:
 
 def test_what_does_not_fit_is_said_with_what_would(subject: Subject) -> None:
     def said(budget_mib: int, **args: Any) -> list[str]:
-        job = replace(GRPO, args={"num_generations": 4, **args})
+        job = with_raw(GRPO, {"num_generations": 4, **args})
         wide = replace(subject, job=job)
         return list(check_generation(wide, PEAK, budget_bytes=budget_mib * MIB, precision="fp32", dtype="float32"))
 

@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 from datasets import Dataset
+from made_jobs import made_job
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hfopt.planner.data_feed import Feeding
@@ -64,15 +65,15 @@ def test_what_is_in_force_counts(tmp_path: Path) -> None:
     trainer.model.gradient_checkpointing_enable()
     trainer.accelerator.state._mixed_precision = "bf16"
     job = subject_of(trainer).job
-    assert job.args["bf16"] is True and job.args["gradient_checkpointing"] is True
+    assert job.raw["bf16"] is True and job.raw["gradient_checkpointing"] is True
     trainer.accelerator.state._mixed_precision = "no"
     trainer.accelerator._models.append(trainer.model)
     assert {"bf16", "fp16", "tf32"} <= subject_of(trainer).job.kept
 
 
 def grpo_job(**args: Any) -> TrainJob:
-    return TrainJob(
-        path=None, section=(), trainer="GRPO", args=args, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4
+    return made_job(
+        path=None, section=(), trainer="GRPO", raw=args, model=ModelSpec(name=None), data=DataSpec(), per_device_batch=4, accumulation=4
     )
 
 
@@ -90,9 +91,11 @@ def test_grpo_cuts_what_it_generates_into_whole_micro_batches(args: dict[str, An
     assert micro_batches(replace(space, batch_divides=rule.divides)) == batches
 
 
-def test_grpo_with_stated_steps_keeps_its_pair() -> None:
-    assert batch_rule(grpo_job(steps_per_generation=2)).keeps_pair
-    assert not batch_rule(replace(grpo_job(steps_per_generation=2), trainer="SFT")).keeps_pair
+def test_grpo_with_stated_steps_generates_as_much_at_once() -> None:
+    job = grpo_job(steps_per_generation=2)
+    assert batch_rule(job).divides == 2 * job.per_device_batch and not batch_rule(job).keeps_pair
+    assert batch_rule(replace(job, kept=frozenset({"steps_per_generation"}))).keeps_pair, "where the steps may not change with the batch"
+    assert not batch_rule(replace(job, trainer="SFT")).keeps_pair
 
 
 @pytest.mark.slow

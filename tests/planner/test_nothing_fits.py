@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hfopt.errors import NothingFits, WorkloadError
 from hfopt.memory import rough_estimate
 from hfopt.planner import Request, nothing_fits, plan
 from hfopt.planner.choices import current_candidate
-from hfopt.planner.nothing_fits import Rescue
+from hfopt.planner.nothing_fits import Rescue, _larger_card
 from hfopt.planner.remedies import SHORTEST_SHARE, MemoryRemedy, remedies, together
 from hfopt.planner.request import from_file
 from hfopt.planner.target import device_of
@@ -102,6 +103,17 @@ def test_no_remedy_goes_below_a_quarter_of_the_length(rescue: Callable[..., Resc
     assert sizes == sorted(sizes, reverse=True), "shorter text never needs more"
 
 
+def test_an_adapter_on_weights_that_are_too_much_is_not_traced(rescue: Callable[..., Rescue], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("traced")
+
+    found = rescue(1.0)
+    huge = replace(found.subject, workload=replace(found.subject.workload, parameters=10**12))
+    monkeypatch.setattr(nothing_fits, "rough_step", never)
+    adapters = [one for one in remedies(found.subject, "adamw_torch") if one.job is not None]
+    assert adapters and [replace(found, subject=huge)._price(one) for one in adapters] == [None] * len(adapters)
+
+
 def test_changes_are_put_together_where_none_is_enough() -> None:
     one = MemoryRemedy(words="a", how="x: 1", effect="same", settings={"optim": "paged_adamw_8bit"})
     other = MemoryRemedy(words="b", how="y: 2", effect="training", settings={"fused_loss": True})
@@ -136,3 +148,20 @@ def test_sharding_divides_states_but_not_activations(rescue: Callable[..., Rescu
     cards, needed = told
     states = rough_estimate.state_bytes(step.count, StepSettings(optim="adamw_torch")).total_bytes
     assert cards >= 2 and needed > states / cards + step.activations_bytes
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL's default of dtype is read from TRL")
+def test_weights_that_trl_widens_may_stay_as_they_are_published(rescue: Callable[..., Rescue], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any("as they are published" in one.words for one in remedies(rescue(1.2).subject, "adamw_torch"))
+    monkeypatch.setitem(LLAMA, "dtype", "bfloat16")
+    found = rescue(24, packing=True)
+    (published,) = [one for one in remedies(found.subject, "adamw_torch") if "as they are published" in one.words]
+    assert published.how == "dtype: bfloat16" and published.effect == "training"
+    priced = found._price(published)
+    assert priced is not None and priced.device_bytes < 0.75 * found._rough_bytes(found.smallest)
+
+
+def test_a_larger_card_holds_vllm_too() -> None:
+    alone, beside = _larger_card(60 * GIB), _larger_card(60 * GIB, 0.5)
+    assert alone is not None and beside is not None and beside != alone
+    assert _larger_card(60 * GIB, 0.93) is None

@@ -91,5 +91,9 @@ def test_half_precision_weights_are_left_alone() -> None:
     assert found.allowed == ("fp32",) and dict(found.ruled_out).keys() == {"fp16", "bf16", "tf32"}
 
 
-def test_the_cpu_keeps_what_the_user_has() -> None:
+def test_the_cpu_keeps_what_the_user_has_but_never_fp16() -> None:
     assert precisions(None, "bf16", BERT).allowed == ("bf16",)
+    found = precisions(None, "fp16", BERT)
+    assert found.allowed == ("fp32",) and "no fp16 arithmetic" in dict(found.ruled_out)["fp16"] and found.fault is None
+    kept = precisions(None, "fp16", BERT, keep=True)
+    assert kept.allowed == ("fp16",) and "no fp16 arithmetic" in kept.warnings[0]

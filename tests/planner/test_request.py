@@ -13,17 +13,18 @@ from hfopt.errors import ConfigError
 from hfopt.planner import request
 from hfopt.planner.comparison import compare_cards
 from hfopt.planner.request import Request, from_file
+from hfopt.planner.trials import where_to_try
 
 
-def test_a_misspelt_key_is_a_note_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_key_is_a_warning_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "workload_of", lambda job: None)
     config = tmp_path / "train.yaml"
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ngradient_acumulation_steps: 4\n")
     subject = from_file(config, Request(gpu="t4"))
     assert subject.job.effective_batch == 16
-    assert [note for note in subject.notes if "gradient_acumulation_steps" in note and "gradient_accumulation_steps?" in note]
+    assert [note for note in subject.warnings if "gradient_acumulation_steps" in note and "gradient_accumulation_steps?" in note]
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\nmy_own_key: 4\n")
-    assert from_file(config, Request(gpu="t4")).notes == ()
+    assert from_file(config, Request(gpu="t4")).warnings == ()
 
 
 @pytest.fixture
@@ -90,13 +91,46 @@ def without_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda **wishes: from_file(config, Request(gpu="3090", **wishes))
 
 
+def test_a_missing_deepspeed_json_is_planned_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    config = tmp_path / "train.yaml"
+    text = "model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ndeepspeed: configs/ds_z3_offload.json\n"
+    config.write_text(text)
+    for cards in (1, 2):
+        subject = from_file(config, Request(gpu="3090", num_gpus=cards))
+        zero = subject.job.raw["deepspeed"]["zero_optimization"]
+        assert zero["stage"] == 3 and zero["offload_param"] == {"device": "cpu"}
+        assert any("planned as ZeRO-3 by its name" in note for note in subject.notes)
+        assert any("on one device divides nothing" in note for note in subject.notes) is (cards == 1)
+        assert where_to_try(subject.job, subject.hardware) is None, "a plain run would not be DeepSpeed's"
+    config.write_text(text + "load_in_4bit: true\nuse_peft: true\nlora_r: 8\n")
+    packed = from_file(config, Request(gpu="3090"))
+    assert "deepspeed" not in packed.job.raw and any("planned without DeepSpeed" in note for note in packed.notes)
+
+
+def test_what_the_plan_cannot_change_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    config = tmp_path / "train.yaml"
+    config.write_text("model_name_or_path: m\nper_device_train_batch_size: 16\nnum_generations: 14\noptim: galore_adamw\nfp8: true\n")
+    subject = from_file(config, Request(gpu="3090"))
+    for words in ("do not divide by num_generations 14", "optim: galore_adamw is not modelled", "fp8: true is set"):
+        assert sum(words in note for note in (*subject.notes, *subject.warnings)) == 1, words
+    assert where_to_try(subject.job, subject.hardware) is None
+    config.write_text(
+        "model_name_or_path: m\nwarmup_ratio: 0.1\noverwrite_output_dir: true\nper_device_train_batch_size: 16\nnum_generations: 14\n"
+    )
+    assert any(note.startswith("line 5: ") for note in from_file(config, Request(gpu="3090")).warnings), (
+        "as the file is, not as it is repaired"
+    )
+
+
 def test_a_missing_deepspeed_json_is_a_note_on_one_device(without_its_json: Any) -> None:
     alone = without_its_json()
-    assert "deepspeed" not in alone.job.args and any("planned without it" in note for note in alone.notes)
+    assert "deepspeed" not in alone.job.raw and any("planned without it; --assume-zero" in note for note in alone.notes)
     with pytest.raises(ConfigError, match=r"gone\.json is not there"):
         without_its_json(num_gpus=2)
     assumed = without_its_json(num_gpus=2, assume_zero=3)
-    assert assumed.job.args["deepspeed"]["zero_optimization"]["stage"] == 3
+    assert assumed.job.raw["deepspeed"]["zero_optimization"]["stage"] == 3
     assert any("planned as ZeRO-3 with DeepSpeed's defaults" in note for note in assumed.notes)
     with pytest.raises(ConfigError, match="no stage of ZeRO"):
         without_its_json(assume_zero=4)
@@ -109,7 +143,7 @@ def test_an_error_that_no_plan_rests_on_is_told_beside_it(line: str, key: str, t
     monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     config.write_text(f"model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\n{line}\n")
-    assert [note for note in from_file(config, Request(gpu="t4")).notes if key in note and "line 4" in note]
+    assert [note for note in from_file(config, Request(gpu="t4")).warnings if key in note and "line 4" in note]
 
 
 def test_an_error_that_a_plan_rests_on_stops_it(tmp_path: Path) -> None:

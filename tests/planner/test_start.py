@@ -46,9 +46,9 @@ def started(config: Path, engine: str) -> list[dict[str, Any]]:
         timeout=240,
         check=False,
     )
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(lines) == RANKS, done.stdout + done.stderr
-    return [json.loads(line) for line in lines]
+    results = [config.with_name(f"rank{rank}.json") for rank in range(RANKS)]
+    assert all(result.exists() for result in results), done.stdout + done.stderr
+    return [json.loads(result.read_text()) for result in results]
 
 
 @pytest.mark.slow

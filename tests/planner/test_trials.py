@@ -97,3 +97,27 @@ def test_a_broken_dry_run_is_said_and_nothing_timed_keeps_the_prediction() -> No
     assert timed(pool, lambda c: None, pool[1][0]).trial is None
     assert timed(pool, lambda c: trial(c, "oom"), pool[1][0]).chosen is None
     assert tried(ranked(64, 32), lambda c: trial(c, "error")).chosen == 0
+
+
+def test_after_a_trial_out_of_time_no_other_is_started_and_the_configs_own_settings_stay() -> None:
+    pool, asked = ranked(64, 32, 16), []
+
+    def run(candidate: Candidate) -> Trial:
+        asked.append(candidate.per_device_batch)
+        return trial(candidate, "timeout")
+
+    found = timed(pool, run, pool[2][0])
+    assert asked == [64] and found.chosen == 2 and found.trial is not None and found.trial.outcome == "timeout"
+    assert [one.candidate.per_device_batch for one in found.timed_out] == [64]
+
+
+def test_what_was_measured_before_a_trial_ran_out_of_time_counts() -> None:
+    pool, asked = ranked(64, 32, 16), []
+
+    def run(candidate: Candidate) -> Trial:
+        asked.append(candidate.per_device_batch)
+        return trial(candidate, step_s=2.0) if candidate.per_device_batch == 64 else trial(candidate, "timeout")
+
+    found = timed(pool, run, pool[1][0])
+    assert asked == [64, 32] and found.chosen == 0 and found.trial is not None and found.trial.step_s == 2.0
+    assert len(found.timed_out) == 1 and not found.failed

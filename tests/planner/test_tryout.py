@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from made_jobs import made_job
 
+from hfopt.compat.versions import TorchBuild
 from hfopt.errors import VirtualGpuError
 from hfopt.planner import trials
 from hfopt.planner.trials import Tryout, where_to_try
@@ -17,8 +20,8 @@ HOST = Host(cores=2, ram_bytes=GIB, ram_free_bytes=GIB)
 CARD = Gpu(name="card", memory_bytes=8 * GIB, capability=(8, 6), sms=46)
 HERE = Hardware(gpus=(CARD,), host=HOST)
 ELSEWHERE = replace(HERE, hypothetical=True)
-JOB = TrainJob(
-    path="c.yaml", section=(), trainer="Trainer", args={}, model=ModelSpec(name="m"), data=DataSpec(), per_device_batch=8, accumulation=1
+JOB = made_job(
+    path="c.yaml", section=(), trainer="Trainer", raw={}, model=ModelSpec(name="m"), data=DataSpec(), per_device_batch=8, accumulation=1
 )
 PLAIN = Candidate(per_device_batch=8, accumulation=1, precision="bf16")
 
@@ -63,6 +66,7 @@ def test_where() -> None:
 def test_the_child_is_started_before_the_winner_is_known_and_serves_one() -> None:
     with Tryout(lambda text: None) as trying:
         trying.prepare(JOB, ELSEWHERE)
+        trying.start()
         assert len(FakePrepared.started) == 1 and FakePrepared.started[0].asked == 0
         for _ in range(2):
             trial = trying(PLAIN)
@@ -74,12 +78,14 @@ def test_the_child_is_started_before_the_winner_is_known_and_serves_one() -> Non
 def test_a_child_that_was_not_asked_is_ended() -> None:
     with Tryout(lambda text: None) as trying:
         trying.prepare(JOB, ELSEWHERE)
+        trying.start()
     assert [(child.asked, child.closed) for child in FakePrepared.started] == [(0, True)]
 
 
 def test_what_the_virtual_gpu_cannot_run_is_said() -> None:
     with Tryout(lambda text: None) as trying:
         trying.prepare(JOB, ELSEWHERE)
+        trying.start()
         assert trying(replace(PLAIN, use_liger_kernel=True)) is None
         assert trying.note is not None and "liger-kernel" in trying.note
         assert trying(replace(PLAIN, attn_implementation="flash_attention_2")) is None
@@ -93,4 +99,57 @@ def test_a_virtual_gpu_that_cannot_be_built_is_no_failure(monkeypatch: pytest.Mo
     monkeypatch.setattr(trials, "Prepared", fails)
     trying = Tryout(lambda text: None)
     trying.prepare(JOB, ELSEWHERE)
+    trying.start()
     assert trying(PLAIN) is None and trying.note == "not rehearsed: gcc said no"
+
+
+@pytest.mark.parametrize("hardware", [HERE, ELSEWHERE], ids=["here", "elsewhere"])
+def test_a_card_without_kernels_in_the_installed_torch_is_not_tried(hardware: Hardware, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "torch_build", lambda: TorchBuild(version="2.15.0+cu132", cuda="13.2"))
+    tryout = Tryout(lambda text: None)
+    tryout.prepare(JOB, replace(hardware, gpus=(replace(CARD, capability=(6, 1)),)))
+    assert tryout(PLAIN) is None and FakePrepared.started == []
+    assert tryout.note is not None and "no kernels" in tryout.note
+
+
+def test_a_rehearsal_is_made_where_something_is_traced_or_it_is_asked_for() -> None:
+    """It imports torch, which a plan from kept traces need not."""
+    with Tryout(lambda text: None) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+        assert trying(PLAIN) is None and trying.note == trials.NOT_REHEARSED
+        trying.start()
+        trying.start()
+        assert len(FakePrepared.started) == 1 and trying(PLAIN) is not None
+    with Tryout(lambda text: None, asked=True) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+        assert trying(PLAIN) is not None
+    with Tryout(lambda text: None, asked=False) as trying:
+        trying.prepare(JOB, HERE)
+        trying.start()
+        assert trying(PLAIN) is None and trying.note is None
+
+
+def test_a_device_that_is_here_is_always_tried() -> None:
+    with Tryout(lambda text: None) as trying:
+        trying.prepare(JOB, HERE)
+        assert len(FakePrepared.started) == 1
+        assert trying(PLAIN) is not None
+
+
+def test_the_rehearsal_of_the_same_question_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HFOPT_NO_CACHE", "0")
+    job = replace(JOB, model=ModelSpec(name="bert-base-uncased"))
+
+    def tried(job: TrainJob, hardware: Hardware, candidate: Candidate, *, start: bool) -> Trial | None:
+        with Tryout(lambda text: None) as trying:
+            trying.prepare(job, hardware)
+            if start:
+                trying.start()
+            return trying(candidate)
+
+    first = tried(job, ELSEWHERE, PLAIN, start=True)
+    assert first is not None and tried(job, ELSEWHERE, PLAIN, start=False) == first
+    assert tried(job, ELSEWHERE, replace(PLAIN, per_device_batch=4), start=False) is None
+    assert tried(job, replace(ELSEWHERE, gpus=(replace(CARD, sms=40),)), PLAIN, start=False) is None
+    assert tried(replace(job, raw={"optim": "sgd"}), ELSEWHERE, PLAIN, start=False) is None

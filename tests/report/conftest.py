@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_jobs import made_job
 
 from hfopt.schema import (
     BatchPoint,
@@ -34,7 +35,6 @@ from hfopt.schema import (
     RunView,
     StepTime,
     TimelinePoint,
-    TrainJob,
 )
 from hfopt.units import GIB
 
@@ -57,6 +57,8 @@ const tell = () => {
   texts.push(...[...document.querySelectorAll('.xtick text, .legendtext')].map(place => getComputedStyle(place).fill));
   parent.postMessage(JSON.stringify({
     errors, title: document.title, images: document.images.length, dark: paper < 0.2, contrast: Math.min(...texts.map(against)),
+    fold: Math.max(0, ...[...document.querySelectorAll('.overview li, .overview .verdict, .overview .chart')]
+      .map(place => place.getBoundingClientRect().bottom)),
     width: innerWidth, overflow: document.documentElement.scrollWidth - innerWidth,
     charts: [...document.querySelectorAll('.js-plotly-plot')].map(chart => chart.querySelectorAll('svg path').length),
     words: document.body.innerText + [...document.querySelectorAll('svg text')].map(place => place.textContent).join(' '),
@@ -85,11 +87,11 @@ def _chosen(priced: Priced) -> Chosen:
 
 @pytest.fixture
 def facts() -> PlanFacts:
-    job = TrainJob(
+    job = made_job(
         path="c.yaml",
         section=(),
         trainer="Trainer",
-        args={},
+        raw={},
         model=ModelSpec(name=HOSTILE),
         data=DataSpec(),
         per_device_batch=32,
@@ -128,7 +130,7 @@ def charts() -> PlanCharts:
             device_bytes=(batch * (2 - every) + 20) * GIB // 16,
             samples_per_s=150.0 * batch / (batch + 10),
             fits=batch * (2 - every) + 20 <= 16 * 7,
-            keeps_effective_batch=96 % batch == 0,
+            may_be_chosen=96 % batch == 0,
             chosen=batch == 48 and every == 1,
         )
         for every in (0, 1)

@@ -33,7 +33,7 @@ def test_every_change_has_a_row(facts: PlanFacts) -> None:
     assert [tuple(row) for row in page.rows[1:]] == list(rows(facts))
     assert page.rows[1] == [change.key, "a|b", "<script>", "x & y"]
     text = plan_markdown(facts)
-    assert f"| {change.key} | a\\|b | <script> | x & y |" in text
+    assert f"| {change.key} | a\\|b | &lt;script> | x & y |" in text
     assert len(text.splitlines()) == len(list(rows(facts))) + 4, "title, empty line, head and rule"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from hfopt.report import plan_charts
 from hfopt.report.plan_page import plan_page
-from hfopt.schema import Correction, EngineChoice, PlanCharts, PlanFacts, Trial
+from hfopt.schema import Change, Correction, EngineChoice, PlanCharts, PlanFacts, Trial
 from hfopt.units import GIB
 
 
@@ -34,13 +34,14 @@ def test_the_page_says_what_was_measured_and_how_devices_share_the_work(facts: P
     found = Correction(candidate=after, device="virtual", predicted_reserved_bytes=3 * GIB, measured_reserved_bytes=4 * GIB)
     engine = EngineChoice(name="FSDP2", reason="DDP does not fit", rejected=(("DDP", "<b>too large</b>"),), commands=("torchrun x.py",))
     plain = plan_page(facts, PlanCharts()).decode()
-    assert "Predicted and measured" not in plain and "over 1 devices" not in plain
+    assert "Predicted and" not in plain and "over 1 devices" not in plain
     text = plan_page(replace(facts, trial=trial, correction=found, engine=engine), PlanCharts()).decode()
     for words in (
         "3.00 GiB",
         "4.00 GiB",
         "-25.0 %",
-        "the virtual GPU",
+        "Predicted and rehearsed",
+        "rehearsed on the virtual GPU",
         "FSDP2 over 1 devices",
         "<pre>torchrun x.py</pre>",
         "&lt;b&gt;too large",
@@ -56,12 +57,15 @@ def test_a_plan_that_changes_nothing_says_so(facts: PlanFacts) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (390, True)])
 def test_a_browser_draws_it(facts: PlanFacts, charts: PlanCharts, browser: Callable[..., dict[str, Any]], width: int, dark: bool) -> None:
-    seen = browser(plan_page(facts, charts), width, dark=dark)
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "dataloader_num_workers", "dataloader_persistent_workers")
+    named = replace(facts, changes=tuple(Change(key=key, before=1, after=2, reason="a reason " * 20) for key in keys))
+    seen = browser(plan_page(named, charts), width, dark=dark)
     assert seen["errors"] == [] and seen["requests"] == 0
     assert seen["title"] == "hfopt plan" and seen["images"] == 0
     assert seen["width"] == width and seen["overflow"] <= 0
     assert seen["dark"] is dark and seen["contrast"] >= 4.5
     assert len(seen["charts"]) == 3 and min(seen["charts"]) > 5
+    assert 0 < seen["fold"] <= (800 if width == 1200 else 844), "verdict, changes and memory over the step are seen without scrolling"
     for words in ("peak: 5.75 GiB", "card: 8.00 GiB", "forward", "backward", "chosen: 48", "no checkpointing", "activations"):
         assert words in seen["words"], words
 
@@ -83,3 +87,9 @@ def test_the_charts_hold_what_the_plan_says(charts: PlanCharts) -> None:
     assert [shape.y0 for shape in memory.layout.shapes if shape.type == "line"] == [8]
     assert [shape.y1 for shape in memory.layout.shapes if shape.type == "rect"] == [7]
     assert [(shape.x0, shape.x1) for shape in rate.layout.shapes if shape.type == "rect"] == [(1, 64)]
+
+
+def test_a_rate_below_one_is_not_rounded_to_one(charts: PlanCharts) -> None:
+    slow = replace(charts, batches=tuple(replace(point, samples_per_s=0.79) for point in charts.batches))
+    (star,) = (trace for trace in plan_charts.throughput_by_batch(slow).data if trace.mode == "markers")
+    assert star.name == "chosen: 48, 0.79 samples/s"

@@ -29,7 +29,7 @@ def sound(seen: dict[str, Any], *, width: int, dark: bool, charts: int) -> None:
 @pytest.mark.parametrize(("width", "dark"), [(1200, True), (390, False)])
 def test_a_browser_draws_a_run(run: RunView, browser: Callable[..., dict[str, Any]], width: int, dark: bool) -> None:
     seen = browser(run_page(run), width, dark=dark)
-    sound(seen, width=width, dark=dark, charts=6)
+    sound(seen, width=width, dark=dark, charts=5)
     for words in ("input_bound", "step 1001", "card: 24.00 GiB", "limit: 150 W", "min since the run began", "18.0 samples/s"):
         assert words in seen["words"], words
 

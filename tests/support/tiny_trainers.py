@@ -14,6 +14,8 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments
 
+from hfopt.oom.protect import guard_of
+
 VOCABULARY, LENGTH, CLASSES = 64, 12, 3
 
 
@@ -79,11 +81,14 @@ class TooSmall:
     error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
     def watch(self, trainer: Any, layer: torch.nn.Module) -> None:
-        guard = vars(trainer)["_hfopt_guard"]
+        now = [0]
+        guard = guard_of(trainer)
+        assert guard is not None
+        guard.listen(lambda event: now.__setitem__(0, event.micro_batch))
 
         def hook(module: Any, args: Any, output: Any) -> None:
             hidden = output if torch.is_tensor(output) else output[0]
-            place = (trainer.state.global_step, guard._window.index if guard._window else 0)
+            place = (trainer.state.global_step, now[0])
             phase, most = self.at.get(place, ("", 1 << 30))
             if not hidden.requires_grad or hidden.shape[0] <= most:
                 return
