@@ -6,6 +6,7 @@ Output for machines goes to stdout, words for people to stderr. Every HfoptError
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -35,11 +36,15 @@ COMMANDS: tuple[str, ...] = (
     "estimate",
     "plan",
     "compare",
+    "explain",
+    "diff",
+    "calibrate",
     "run",
     "rehearse",
     "watch",
     "report",
     "gpus",
+    "cache",
     "doctor",
 )
 
@@ -76,6 +81,7 @@ def command() -> None:
 def main() -> None:
     """Runs the app and turns our errors into messages."""
     say_what_the_terminal_can()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it warns of kernels for the CPU, which nothing here runs
     try:
         try:
             application(sys.argv[1:])(prog_name="hfopt")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from hfopt.cli.options import Section
-from hfopt.cli.output import people, write_out
+from hfopt.cli.options import Accelerate, ForTransformers, Section
+from hfopt.cli.output import people, remark, write_out
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,16 +20,23 @@ if TYPE_CHECKING:
     from hfopt.config.yaml_edit import Edited
     from hfopt.schema import Problem, TrainJob
 
+FORMATS = ("text", "github", "sarif")
+_TRAINING_KEY = re.compile(rb"^\s*-?\s*['\"]?(per_device_train_batch_size|gradient_accumulation_steps|num_train_epochs)\b", re.MULTILINE)
+"""Keys that no other kind of YAML has: a file with one of them is meant for a Trainer, also where it cannot be read."""
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def check(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TrainingArguments YAML, or - for standard input.")],
+    configs: Annotated[list[str], typer.Argument(metavar="CONFIG...", help="TrainingArguments YAMLs, or - for standard input.")],
     section: Section = None,
     upgrade: Annotated[bool, typer.Option("--upgrade", help="Write the config, repaired where it can be, to stdout or -o FILE.")] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there; may be CONFIG itself.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
-    world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = 1,
+    form: Annotated[str, typer.Option("--format", help="text, github (annotations of a workflow) or sarif (code scanning).")] = "text",
+    only_configs: Annotated[bool, typer.Option("--only-configs", help="Pass over files that hold no TrainingArguments.")] = False,
+    world_size: Annotated[int | None, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = None,
+    accelerate: Accelerate = None,
+    for_transformers: ForTransformers = None,
 ) -> None:
     """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything.
 
@@ -38,15 +46,25 @@ def check(
       hfopt check train.yaml --upgrade -o train.yaml    repair what can be, in place
       hfopt check all.yaml --section profiles.large     one section of many
       cat train.yaml | hfopt check - --json             for a program
+      hfopt check --only-configs --format github *.yaml in a workflow; --format sarif -o found.sarif
     """
     from hfopt.config.read_job import load_bytes
 
+    if form not in FORMATS:
+        raise ConfigError(f"--format {form} is not known", hint=f"one of: {', '.join(FORMATS)}")
+    world_size = world_size or _processes(accelerate)
+    if form != "text" or only_configs or len(configs) > 1:
+        if upgrade or as_json:
+            raise ConfigError("--upgrade and --json take one config", hint="name one, without --format and --only-configs")
+        raise typer.Exit(_check_all(configs, Checking(section, world_size, only_configs, for_transformers), form, output))
+    (config,) = configs
     if upgrade and as_json and output is None:
         raise ConfigError("--upgrade and --json both write to stdout", hint="add -o FILE for the upgraded config")
     if output is not None and not (upgrade or as_json):
-        raise ConfigError("-o needs something to write", hint="add --upgrade or --json")
+        raise ConfigError("-o needs something to write", hint="add --upgrade, --json or --format sarif")
     source, name = _read(config)
-    loaded = _with_gradients(load_bytes(source, name, section=section, world_size=world_size))
+    read = load_bytes(source, name, section=section, world_size=world_size, for_transformers=for_transformers)
+    loaded = _with_gradients(read)
     edited = _upgraded(loaded) if upgrade else None
     if as_json:
         text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -56,7 +74,67 @@ def check(
     if edited is None:
         raise typer.Exit(1 if _findings(loaded) else 0)
     write_out(edited.data, output, like=Path(config))
-    raise typer.Exit(1 if _findings_left(edited, section, world_size) else 0)
+    raise typer.Exit(1 if _findings_left(edited, section, world_size, for_transformers) else 0)
+
+
+class Checking(NamedTuple):
+    """How each of several files is read."""
+
+    section: str | None
+    world_size: int
+    only_configs: bool
+    for_transformers: str | None = None
+
+
+def _check_all(configs: list[str], how: Checking, form: str, output: Path | None) -> int:
+    """Every file; a file that cannot be read is a finding of its own. The exit code."""
+    if output is not None and form == "text":
+        raise ConfigError("-o needs something to write", hint="add --format sarif or --format github")
+    read = [_checked(config, how) for config in configs]
+    found = [(path, problem) for path, problems, _ in read for problem in problems]
+    if form == "text":
+        for path, problems, loaded in read:
+            if loaded is not None:
+                _tell(loaded, None)
+            for problem in problems if loaded is None else ():
+                remark(f"{path}: error: {problem.message}\n")
+    else:
+        from hfopt import __version__
+        from hfopt.report.annotations import github_annotations, sarif
+
+        text = github_annotations(found) if form == "github" else sarif(found, version=__version__)
+        write_out(text.encode(), output)
+    return 1 if any(problem.severity != "note" for _, problem in found) else 0
+
+
+def _checked(config: str, how: Checking) -> tuple[str, tuple[Problem, ...], Loaded | None]:
+    """(its name, what is wrong with it, what was read of it); nothing is wrong with what is passed over."""
+    from hfopt.schema import Place, Problem
+
+    source, name = _read(config)
+    try:
+        loaded = _with_gradients(_loaded(source, name, how))
+    except ConfigError as error:
+        if how.only_configs and not _TRAINING_KEY.search(source):
+            return name, (), None
+        message = str(error).removeprefix(f"{name}: ") + (f" ({error.hint})" if error.hint else "")
+        place = Place(path=name, line=1, column=1)
+        return name, (Problem(severity="error", code="unreadable", key=None, place=place, message=message),), None
+    return name, loaded.problems, loaded
+
+
+def _loaded(source: bytes, name: str, how: Checking) -> Loaded:
+    from hfopt.config.read_job import load_bytes
+
+    return load_bytes(source, name, section=how.section, world_size=how.world_size, for_transformers=how.for_transformers)
+
+
+def _processes(accelerate: Path | None) -> int:
+    if accelerate is None:
+        return 1
+    from hfopt.config.accelerate_file import read_accelerate_file
+
+    return read_accelerate_file(accelerate).processes or 1
 
 
 def _read(config: str) -> tuple[bytes, str]:
@@ -99,7 +177,7 @@ def _class_of(job: TrainJob) -> tuple[str, str] | None:
     from hfopt.model.sources import find_here
 
     spec = job.model
-    plain = job.trainer in ("Trainer", "Seq2SeqTrainer") and not job.args.get("label_smoothing_factor")
+    plain = job.trainer in ("Trainer", "Seq2SeqTrainer") and not job.settings.label_smoothing
     if job.accumulation < 2 or spec.name is None or not plain:
         return None
     try:
@@ -120,11 +198,11 @@ def _upgraded(loaded: Loaded) -> Edited:
     return upgrade(loaded)
 
 
-def _findings_left(edited: Edited, section: str | None, world_size: int) -> list[Problem]:
+def _findings_left(edited: Edited, section: str | None, world_size: int, for_transformers: str | None) -> list[Problem]:
     from hfopt.config.read_job import load_document
 
     try:
-        return _findings(load_document(edited.document, section=section, world_size=world_size))
+        return _findings(load_document(edited.document, section=section, world_size=world_size, for_transformers=for_transformers))
     except ConfigError:  # every key there was is gone: nothing is left to find
         return []
 
@@ -146,7 +224,7 @@ def _tell(loaded: Loaded, edited: Edited | None) -> None:
 
 def _write(lines: list[list[tuple[str, str]]]) -> None:
     if not sys.stderr.isatty():  # no colours, so no need of rich, which takes longer to import than the config to read
-        sys.stderr.write("".join("".join(words for words, _ in line) + "\n" for line in lines))
+        remark("".join("".join(words for words, _ in line) + "\n" for line in lines))
         return
     from rich.text import Text
 
@@ -165,9 +243,7 @@ def _summary(loaded: Loaded, *, upgraded: bool) -> list[str]:
         )
         lines.append(f"effective batch {job.effective_batch} = {_factors(loaded)}")
     else:
-        lines.append(
-            f"{loaded.document.path}: checked against transformers {loaded.transformers_version}; the effective batch cannot be told"
-        )
+        lines.append(f"{loaded.document.path}: checked against transformers {loaded.transformers_version}; the effective batch is unknown")
     findings = _findings(loaded)
     if not findings:
         return [*lines, "no findings"]
@@ -186,7 +262,7 @@ def _factors(loaded: Loaded) -> str:
 
     job = loaded.job
     assert job is not None
-    batch, accumulation = ("" if key in job.args else " (default)" for key in (BATCH, ACCUMULATION))
+    batch, accumulation = ("" if key in job.raw else " (default)" for key in (BATCH, ACCUMULATION))
     world = f"{job.world_size} process{'es' if job.world_size > 1 else ''}"
     return f"{job.per_device_batch} per device{batch} × {job.accumulation} accumulation{accumulation} × {world}"
 
@@ -207,7 +283,7 @@ def _as_data(loaded: Loaded) -> dict[str, Any]:
         "section": ".".join(job.section) if job else None,
         "trainer": job.trainer if job else None,
         "effective_batch": batch,
-        "arguments": dict(job.args) if job else None,
+        "arguments": dict(job.raw) if job else None,
         "model": dataclasses.asdict(job.model) if job else None,
         "data": dataclasses.asdict(job.data) if job else None,
         "kept": sorted(job.kept) if job else [],

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from hfopt.cli.output import answer
 
 if TYPE_CHECKING:
     from hfopt.hardware.checkup import Checkup
@@ -35,7 +36,7 @@ def doctor(
     from hfopt.hardware.checkup import checkup
 
     found = checkup(ask_torch=ask_torch)
-    sys.stdout.write(_as_json(found) if as_json else _as_text(found))
+    answer(_as_json(found) if as_json else _as_text(found))
     if any(problem.severity != "note" for problem in found.problems):
         raise typer.Exit(1)
 

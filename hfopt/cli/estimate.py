@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +11,7 @@ import typer
 from hfopt.cli.options import (
     LENGTHS_HELP,
     ONE_TOKEN,
+    Accelerate,
     Like,
     Model,
     ModelFrom,
@@ -26,7 +26,7 @@ from hfopt.cli.options import (
     precision_of,
     task_of,
 )
-from hfopt.cli.output import people
+from hfopt.cli.output import answer, people, progress_on
 
 if TYPE_CHECKING:
     from hfopt.schema import MemoryRow, MemoryTable
@@ -43,6 +43,7 @@ def estimate(
     engine: Annotated[
         str | None, typer.Option("--engine", help="Of several devices: ddp, fsdp2, zero2, zero3, …; else the config's, or DDP.")
     ] = None,
+    accelerate: Accelerate = None,
     model: Model = None,
     like: Like = None,
     model_from: ModelFrom = None,
@@ -71,16 +72,16 @@ def estimate(
     sizes = sorted(set(numbers("--batch-sizes", batch_sizes, least="a batch has at least one sample")))
     asked_precision, asked_task = precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
-        from hfopt.compat import quietly
         from hfopt.planner.memory_table import memory_table, read_subject, with_engine
-        from hfopt.planner.request import Request
+        from hfopt.planner.request import Request, launched
 
-        request = Request(
+        wishes = Request(
             own_process=True,
             gpu=gpu,
             vram_gib=vram,
             num_gpus=num_gpus,
             engine=engine,
+            accelerate=accelerate,
             model=model,
             like=like,
             model_from=model_from,
@@ -90,11 +91,11 @@ def estimate(
             section=section,
             trust_remote_code=trust_remote_code,
         )
-        with quietly():
-            subject = with_engine(read_subject(config, request), request)
-            table = memory_table(subject, request, precision=asked_precision, batch_sizes=sizes, progress=status.update)
+        request = launched(wishes)
+        subject = with_engine(read_subject(config, request), request)
+        table = memory_table(subject, request, precision=asked_precision, batch_sizes=sizes, progress=progress_on(status))
     if as_json:
-        sys.stdout.write(json.dumps(_as_data(table), indent=2) + "\n")
+        answer(json.dumps(_as_data(table), indent=2) + "\n")
     else:
         from hfopt.report.memory_text import print_memory
 

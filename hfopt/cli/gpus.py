@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from hfopt.cli.options import complete_gpu
+from hfopt.cli.output import answer
 
 _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
@@ -28,7 +28,7 @@ def gpus(
     \b
     Examples:
       hfopt gpus                              every card
-      hfopt gpus 3070                         one card in full, with its source
+      hfopt gpus 3070                         one card in full, with its source and public prices
       hfopt gpus a100                         all that go by that name
       hfopt gpus rtx 4060 laptop --json       for a program
     """
@@ -36,11 +36,11 @@ def gpus(
 
     found = [entry.figures for entry in (matching(" ".join(name)) if name else entries())]
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        answer(json.dumps(found, indent=2) + "\n")
     elif name and len(found) == 1:
-        sys.stdout.write(_in_full(found[0]))
+        answer(_in_full(found[0]))
     else:
-        sys.stdout.write(_table(found))
+        answer(_table(found))
 
 
 def _table(cards: list[Mapping[str, Any]]) -> str:
@@ -55,8 +55,13 @@ def _table(cards: list[Mapping[str, Any]]) -> str:
 
 
 def _in_full(card: Mapping[str, Any]) -> str:
+    from hfopt.hardware.prices import of_card, public_offers
     from hfopt.units import format_bytes
 
+    rented = [
+        f"{offer.usd_per_hour:.2f} USD/h{f' for {offer.cards}' if offer.cards > 1 else ''}, {offer.words} ({offer.date}, {offer.source})"
+        for offer in of_card(public_offers(), card["name"])
+    ]
     usable, nvlink = card["usable_bytes"], card["nvlink_bytes_per_s"]
     rows = [
         ("memory", f"{format_bytes(card['memory_bytes'])} ({card['memory_bytes'] >> 20} MiB) as the driver reports it"),
@@ -69,6 +74,7 @@ def _in_full(card: Mapping[str, Any]) -> str:
         ("PCIe", f"{card['pcie_bytes_per_s'] / 1e9:.1f} GB/s each way"),
         ("NVLink", f"{nvlink / 1e9:.0f} GB/s each way" if nvlink else None),
         ("source", card["source"]),
+        *(("rented at" if place == 0 else "", words) for place, words in enumerate(rented)),
     ]
     return f"{card['name']}\n" + "".join(f"  {label:<11} {value}\n" for label, value in rows if value is not None)
 

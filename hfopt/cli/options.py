@@ -112,6 +112,9 @@ ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A TrainingAr
 Vram = Annotated[float | None, typer.Option("--vram", metavar="GiB", min=0.1, help="Memory of the card, in GiB.")]
 NumGpus = Annotated[int | None, typer.Option("--num-gpus", min=1, help="Devices of each machine.")]
 EngineKey = Annotated[str | None, typer.Option("--engine", help="ddp, fsdp2, zero2, zero3 or one with -offload; else the cheapest.")]
+Accelerate = Annotated[
+    Path | None, typer.Option("--accelerate", metavar="FILE", help="A file of `accelerate config`: engine, processes and precision.")
+]
 Model = Annotated[str | None, typer.Option("--model", help="Hub id, folder or config.json, instead of the YAML's model.")]
 Like = Annotated[
     str | None,
@@ -121,6 +124,10 @@ Like = Annotated[
 ]
 ModelFrom = Annotated[Path | None, typer.Option("--model-from", metavar="FILE", help="Another YAML, which names the model.")]
 Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Training samples, when the YAML does not say.")]
+HostName = Annotated[
+    str | None,
+    typer.Option("--host", metavar="16cores,30us", help="The machine it will run on: cores, time of a launch, or its calibration's JSON."),
+]
 Section = Annotated[str | None, typer.Option("--section", help="Where the arguments are in the YAML, as a path of keys: trainer.args.")]
 Keep = Annotated[
     list[str] | None,
@@ -131,6 +138,10 @@ Allow = Annotated[
     typer.Option("--allow", help="Also try: optim, torch_compile, use_liger_kernel, attn_implementation, accumulation."),
 ]
 Headroom = Annotated[float, typer.Option("--headroom", help="Share of the memory to leave free.")]
+ForTransformers = Annotated[
+    str | None,
+    typer.Option("--for-transformers", metavar="VERSION", help="The version that will read the YAML, if not the installed one: 4.57."),
+]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 
 

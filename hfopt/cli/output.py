@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfopt.errors import ConfigError, HfoptError
 from hfopt.files import write_whole
-from hfopt.redact import said
+from hfopt.redact import printable, said
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
 
 NO_PLACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO})
@@ -36,16 +41,75 @@ def give_up_stdout() -> None:
 
 
 def people(*, quiet: bool = False) -> Console:
-    """The console for people, on stderr."""
-    from rich.console import Console
+    """The console for people, on stderr. Names of models and folders are words to it: neither markup nor escape sequences."""
+    return _console()(stderr=True, quiet=quiet, highlight=False, markup=False, soft_wrap=not sys.stderr.isatty())
 
-    return Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=not sys.stderr.isatty())
+
+def tables() -> Console:
+    """The console for a table that is the answer itself, on stdout."""
+    return _console()(file=sys.stdout, soft_wrap=False, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+
+
+@cache
+def _console() -> type[Console]:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
+
+    class Cautious(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    return Cautious
+
+
+def progress_on(status: Status) -> Callable[[str], None]:
+    """Lines of progress beside a spinner, with the seconds since it began; a plain string would be read as markup."""
+    from rich.text import Text
+
+    began_s = time.monotonic()
+
+    class Line:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __rich__(self) -> Text:
+            return Text(f"{self.text} ({time.monotonic() - began_s:.0f} s)")
+
+    return lambda text: status.update(Line(text))
+
+
+def answer(text: str) -> None:
+    """Text that was asked for, on stdout."""
+    sys.stdout.write(printable(text))
+
+
+def remark(text: str) -> None:
+    """Text for people on stderr, where no console is needed for it."""
+    sys.stderr.write(printable(text))
 
 
 def print_error(error: HfoptError) -> None:
-    sys.stderr.write(f"hfopt: {said(str(error))}\n")
-    if error.hint:
-        sys.stderr.write(f"  {error.hint}\n")
+    """The sentence first: the hint may be worked out only now, in seconds, and whoever does not wait for it has the answer."""
+    remark(f"hfopt: {said(str(error))}\n")
+    sys.stderr.flush()
+    try:
+        hint = error.hint
+    except KeyboardInterrupt:
+        hint = "interrupted: what would help was not worked out"
+    if hint:
+        remark(f"  {said(hint)}\n")
+
+
+def redirected() -> Path | None:
+    """The file that stdout is redirected to, as the user would name it; None: a terminal, a pipe, or not to be found out."""
+    try:
+        if not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+            return None
+        target = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
+    except (OSError, ValueError):
+        return None
+    return target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target
 
 
 def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> None:

@@ -13,10 +13,13 @@ import typer
 from hfopt.cli.options import (
     LENGTHS_HELP,
     ONE_TOKEN,
+    Accelerate,
     Allow,
     ConfigFile,
     EngineKey,
+    ForTransformers,
     Headroom,
+    HostName,
     Keep,
     Like,
     Model,
@@ -33,7 +36,7 @@ from hfopt.cli.options import (
     numbers,
     task_of,
 )
-from hfopt.cli.output import people, write_out
+from hfopt.cli.output import people, progress_on, redirected, remark, write_out
 from hfopt.errors import ConfigError, DryRunError
 
 if TYPE_CHECKING:
@@ -53,12 +56,14 @@ def plan(
     num_gpus: NumGpus = None,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
     link: Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")] = None,
+    host: HostName = None,
     engine: EngineKey = None,
     assume_zero: Annotated[
         int | None,
-        typer.Option("--assume-zero", min=1, max=3, metavar="STAGE", help="The ZeRO stage of a DeepSpeed config whose JSON is not here."),
+        typer.Option("--assume-zero", min=1, max=3, metavar="STAGE", help="The ZeRO stage of a DeepSpeed config whose JSON is missing."),
     ] = None,
     model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
+    accelerate: Accelerate = None,
     model: Model = None,
     like: Like = None,
     model_from: ModelFrom = None,
@@ -74,14 +79,24 @@ def plan(
     keep: Keep = None,
     allow: Allow = None,
     headroom: Headroom = 0.06,
-    dry_run: Annotated[bool, typer.Option("--dry-run/--no-dry-run", help="Try the result on the device where it is here.")] = True,
+    dry_run: Annotated[
+        bool | None,
+        typer.Option("--dry-run/--no-dry-run", help="Try the result on the device, or rehearse it. Default: unless kept traces answer."),
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    for_transformers: ForTransformers = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there (- for stdout).")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
     as_diff: Annotated[bool, typer.Option("--diff", help="Print the reasons and a diff (as patch reads it) instead of the YAML.")] = False,
+    lock: Annotated[
+        Path | None, typer.Option("--lock", metavar="FILE", help="Keep the plan there; where it is kept, say what differs (exit 1).")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("-v", "--verbose", help="Also runners-up, rejected settings, the parts of the memory and every note.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
 ) -> None:
     """Return the same config with the fastest settings that fit. The model and what it learns stay the same.
@@ -94,6 +109,8 @@ def plan(
       hfopt plan train.yaml --html plan.html > new.yaml  also a page with charts
       hfopt plan train.yaml --keep per_device_train_batch_size --allow optim
       hfopt plan train.yaml --effective-batch 256 --lr-scaling sqrt
+      hfopt plan train.yaml --gpu l4 --lock train.lock   keep it for the team; later: is it still the plan?
+      hfopt plan train.yaml --for-transformers 4.57      training runs elsewhere, with that version
     """
     on_stdout = [name for name, file in (("--json -", json_file), ("--html -", html_file)) if file == STDOUT]
     if len(on_stdout) == 2 or (on_stdout and output is None):
@@ -104,9 +121,11 @@ def plan(
         "num_gpus": num_gpus,
         "nodes": nodes,
         "link": link,
+        "host": host,
         "engine": engine,
         "model_parallel": model_parallel,
         "assume_zero": assume_zero,
+        "accelerate": accelerate,
         "model": model,
         "like": like,
         "model_from": model_from,
@@ -122,12 +141,15 @@ def plan(
         "allow": allowed(allow),
         "dry_run": dry_run,
         "trust_remote_code": trust_remote_code,
+        "for_transformers": for_transformers,
         "charts": html_file is not None,
     }
+    source = config.read_bytes() if lock is not None and config.is_file() else b""
     made = _made(config, options, quiet=quiet)
-    made = _with_deepspeed_beside(made, None if as_diff else output)
+    target = None if as_diff else output or redirected()
+    made = _with_deepspeed_beside(made, target, written=output is not None and not as_diff)
     edited = made.edited()
-    _tell(made, edited.stale_comments, quiet=quiet)
+    _report(made, edited.stale_comments, target, verbose=verbose, quiet=quiet)
     failed = _failed(made)
     if failed is None:
         write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
@@ -140,60 +162,75 @@ def plan(
         write_out(plan_page(made.facts, made.charts), None if html_file == STDOUT else html_file)
     if failed is not None:
         raise failed
+    in_place = output is not None and output.resolve() == config.resolve() and not as_diff
+    if lock is not None and not _as_locked(made, edited.data if in_place else source, lock):
+        raise typer.Exit(1)
 
 
-def _with_deepspeed_beside(made: Plan, output: Path | None) -> Plan:
-    """With -o the commands name that file, and the DeepSpeed config becomes a file beside it; on stdout the YAML holds it."""
+def _as_locked(made: Plan, source: bytes, path: Path) -> bool:
+    """Locks the plan where it is not; else whether it is the one that was locked, with every difference said."""
+    from hfopt.planner.plan_lock import differences, lock_of, lock_text, read_lock
+
+    found = lock_of(made, source)
+    if not path.exists():
+        write_out(lock_text(found).encode(), path)
+        remark(f"locked in {path}\n")
+        return True
+    differs = differences(read_lock(path), found)
+    for line in differs:
+        remark(f"{path}: {line}\n")
+    count = f"{len(differs)} difference{'' if len(differs) == 1 else 's'}"
+    remark(f"{path}: {count}; remove it to lock this plan\n" if differs else f"as locked in {path}\n")
+    return not differs
+
+
+def _with_deepspeed_beside(made: Plan, target: Path | None, *, written: bool) -> Plan:
+    """The commands name the file the YAML goes to. With -o (`written`) the DeepSpeed config becomes a file beside it."""
     choice = made.facts.engine
-    if output is None or choice is None:
+    if target is None or choice is None:
         return made
-    made = made.started_with(str(output))
-    if choice.deepspeed is None:
+    made = made.started_with(str(target))
+    if choice.deepspeed is None or not written:
         return made
-    target = output.with_name(f"{output.stem}.deepspeed.json")
-    write_out((json.dumps(choice.deepspeed, indent=2) + "\n").encode(), target)
-    return made.with_deepspeed_file(str(target))
+    beside = target.with_name(f"{target.stem}.deepspeed.json")
+    write_out((json.dumps(choice.deepspeed, indent=2) + "\n").encode(), beside)
+    return made.with_deepspeed_file(str(beside))
 
 
 def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
     console = people(quiet=quiet)
     shown = console.status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
     with shown as status:
-        from hfopt.memory.step_memory import estimate
         from hfopt.planner import Request
-        from hfopt.planner import plan as make
-        from hfopt.planner.trace_ahead import Ahead
+        from hfopt.planner.algorithm import make_plan
 
         request: Request = Request(**options, own_process=True)
-        ahead = Ahead(estimate)
-        try:
-            return make(config, request, progress=status.update if status is not None else lambda text: None, estimator=ahead)
-        finally:
-            ahead.close()
+        progress = progress_on(status) if status is not None else lambda text: None
+        return make_plan(config, request, progress=progress, announce=lambda text: None if quiet else remark(f"{text}\n"))
 
 
 _UNSUPPORTED = "_STATUS_NOT_SUPPORTED"  # what the stand-ins of cuDNN and its kin answer to what they do not know
 
 
 def _failed(made: Plan) -> DryRunError | None:
-    """A plan whose own dry run failed is told, not written: what failed here would fail there. A library call that only the stand-in of
+    """A plan whose own dry run failed is reported, not written: what failed here would fail there. A library call that only the stand-in of
     the virtual GPU lacks (cuDNN's LSTM) says nothing about the plan."""
     trial = made.facts.trial
     if trial is None or trial.outcome != "error" or (trial.device == "virtual" and _UNSUPPORTED in (trial.message or "")):
         return None
     return DryRunError(
         f"the dry run of the plan failed: {trial.message or 'no message'}; no config was written",
-        hint="mend what it names, or plan without it: --no-dry-run",
+        hint="fix what it names, or plan without it: --no-dry-run",
     )
 
 
-def _tell(made: Plan, stale_comments: tuple[Any, ...], *, quiet: bool) -> None:
+def _report(made: Plan, stale_comments: tuple[Any, ...], target: Path | None, *, verbose: bool, quiet: bool) -> None:
     from rich.text import Text
 
-    from hfopt.report.text import plan_lines
+    from hfopt.report.one_screen import plan_lines
 
     console = people(quiet=quiet)
-    for style, text in plan_lines(made.facts):
+    for style, text in plan_lines(made.facts, verbose=verbose, file=None if target is None else str(target)):
         console.print(Text(text, style=STYLES[style]))
     for warning in made.facts.warnings if quiet else ():
         people().print(Text(f"WARNING: {warning}", style=STYLES["bad"]))

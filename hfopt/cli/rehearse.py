@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfopt.cli.options import complete_gpu
-from hfopt.cli.output import people
+from hfopt.cli.output import answer, people
 
 if TYPE_CHECKING:
     from hfopt.schema import Rehearsal
@@ -66,7 +65,7 @@ def rehearse(
     if as_json:
         from dataclasses import asdict
 
-        sys.stdout.write(json.dumps(asdict(seen), indent=2) + "\n")
+        answer(json.dumps(asdict(seen), indent=2) + "\n")
     _show(seen)
     raise typer.Exit(_exit_code(seen))
 
@@ -104,6 +103,8 @@ def _show(seen: Rehearsal) -> None:
     for note in seen.notes:
         console.print(f"note: {note}")
     console.print(f"{seen.message}{_room(seen)}")
+    if not seen.phases and seen.outcome == "unsupported":  # nothing was run
+        return
     console.print("Losses, metrics and times printed by the script mean nothing here: kernels of the virtual GPU compute nothing.")
 
 

@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfopt.cli.output import write_out
+from hfopt.cli.output import answer, write_out
+from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.monitor.history import History
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run with HFGpuMonitor, or its monitor.jsonl.")],
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR", help="The output_dir of a run with HFGpuMonitor, or its log; else the newest below here."),
+    ] = None,
     after: Annotated[Path | None, typer.Argument(metavar="RUN_DIR2", help="A second run: shows before and after.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For a program.")] = False,
+    card: Annotated[bool, typer.Option("--model-card", help="A section for the model card, as Markdown.")] = False,
+    rows: Annotated[bool, typer.Option("--rows", help="What was measured as CSV rows of benchmarks/data/trainer_runs.csv.")] = False,
     html_file: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts there (- for stdout, instead).")
     ] = None,
 ) -> None:
-    """Tell how a run went and what held it back. Pace, where the time went, memory.
+    """Report how a run went and what held it back. Pace, where the time went, memory.
 
     \b
     Examples:
-      hfopt report out                   one run, finished, killed or still going on
+      hfopt report                       the newest run below this folder
+      hfopt report out                   one run, finished, killed or live
       hfopt report out-before out-after  what a change of settings brought
       hfopt report out --html run.html   the same with charts, for a browser
       hfopt report out --json | jq .metrics
+      hfopt report out --model-card
     """
     from hfopt.monitor import history, run_text
 
-    first = history.load(run)
+    first = history.load(history.newest_run(Path()) if run is None else run)
     second = history.load(after) if after is not None else None
+    if card or rows:
+        from hfopt.monitor.receipt import benchmark_rows, model_card
+
+        if second is not None or as_json or html_file is not None or (card and rows):
+            raise ConfigError("--model-card and --rows stand alone, for one run")
+        answer(model_card(first) if card else benchmark_rows(first))
+        return
     if html_file is not None:
         write_out(_page(first, second), None if html_file == Path("-") else html_file)
         if html_file == Path("-"):
@@ -44,9 +58,9 @@ def report(
         facts = history.as_json(first)
         if second is not None:
             facts = {"before": facts, "after": history.as_json(second), "change": run_text.changes(first, second)}
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
+        answer(json.dumps(facts, indent=2) + "\n")
     else:
-        sys.stdout.write(run_text.report(first) if second is None else run_text.compare(first, second))
+        answer(run_text.report(first) if second is None else run_text.compare(first, second))
 
 
 def _page(first: History, second: History | None) -> bytes:

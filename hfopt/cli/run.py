@@ -30,6 +30,10 @@ def run(
     headroom: Headroom = 0.06,
     fallback: Annotated[bool, typer.Option("--fallback/--no-fallback", help="Survive running out of memory, or not.")] = True,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often to start again from the last checkpoint.")] = 3,
+    hang_after: Annotated[
+        float, typer.Option("--hang-after", metavar="SECONDS", min=0, help="Name a rank that makes no step for so long; 0: never.")
+    ] = 1800.0,
+    restart_hung: Annotated[bool, typer.Option("--restart-hung", help="Also end it, and resume from the last checkpoint.")] = False,
     config: Annotated[
         Path | None, typer.Option("--config", help="The YAML to keep re-planned settings beside; by default the command's own .yaml.")
     ] = None,
@@ -61,6 +65,7 @@ def run(
         keep=tuple(sorted(known_keys(keep or []))),
         allow=tuple(sorted(allowed(allow))),
         headroom=headroom,
+        hang_after_s=0.0 if plan_only or dry_run else hang_after,
     )
     arguments = resolved(command, nproc=nproc)
     source = config or next((Path(word) for word in command[1:] if word.endswith((".yaml", ".yml")) and Path(word).is_file()), None)
@@ -74,7 +79,7 @@ def run(
         console.print(line, markup=False)
 
     attempts = restarts if fallback and options.mode == "train" else 0
-    raise typer.Exit(supervise(arguments, attempts=attempts, say=say, replanned=replanned, options=options))
+    raise typer.Exit(supervise(arguments, attempts=attempts, say=say, replanned=replanned, options=options, restart_hung=restart_hung))
 
 
 def resolved(command: Sequence[str], *, nproc: int | None = None) -> list[str]:
@@ -112,7 +117,7 @@ def _write_beside(source: Path, changes: Mapping[str, Any], why: str) -> None:
 
     try:
         loaded = load(source)
-        before = loaded.job.args if loaded.job is not None else {}
+        before = loaded.job.raw if loaded.job is not None else {}
         edited = edit(loaded, [Change(key=key, before=before.get(key), after=value, reason=why) for key, value in changes.items()])
         write_out(edited.data, source.with_name(f"{source.stem}_replanned{source.suffix}"), like=source)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`hfopt watch`: a run that is going on, live in a terminal."""
+"""`hfopt watch`: a live run in a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
+from hfopt.cli.output import answer, people
+
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run; else the newest below here.")] = Path(),
     pid: Annotated[int | None, typer.Option(help="Any training process instead; without the monitor its steps are not known.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look to stdout and end; so it is too without a terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one look to stdout and end, as without a terminal.")] = False,
 ) -> None:
-    """Watch a run live, and what holds it back. Utilization, memory, data wait.
+    """Watch a live run, and what holds it back. Loss, ETA, utilization, memory, data wait.
 
     \b
     Examples:
@@ -36,7 +38,7 @@ def watch(
         look, title = (lambda: screen.read_live(path)), str(path.parent)
     if once or not sys.stderr.isatty():
         live = look()
-        sys.stdout.write("\n".join(screen.lines(live, 100)) + "\n")
+        answer("\n".join(screen.lines(live, 100)) + "\n")
         return
     _show(look, title, interval)
 
@@ -44,7 +46,6 @@ def watch(
 def _show(look: Callable[[], Mapping[str, Any]], title: str, interval: float) -> None:
     from rich.live import Live
 
-    from hfopt.cli.output import people
     from hfopt.monitor import screen
 
     console = people()

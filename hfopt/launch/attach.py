@@ -50,7 +50,7 @@ def write_plan(folder: Path, plan: Plan, divides_loss: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     said = {**plan.to_json(), "divides_loss": divides_loss, "memory_curve": plan.memory.to_json() if plan.memory is not None else None}
     write_whole(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
-    write_whole(folder / REPORT, plan.report())
+    write_whole(folder / REPORT, plan.report(verbose=True))
 
 
 def read_plan(folder: Path) -> Known | None:

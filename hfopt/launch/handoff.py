@@ -35,6 +35,7 @@ class RunOptions:
     keep: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     headroom: float = 0.06
+    hang_after_s: float = 0.0  # without a step; 0: nobody looks
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.allow) - set(ALLOWABLE))
@@ -88,7 +89,9 @@ class RunStart:
 
     @classmethod
     def of(cls, args: Any) -> RunStart:
-        return cls(**{item.name: getattr(args, item.name) for item in dataclasses.fields(cls)})
+        """The folder as the supervisor can find it: a script may have changed its working directory."""
+        told = {item.name: getattr(args, item.name) for item in dataclasses.fields(cls)}
+        return cls(**{**told, "output_dir": str(Path(args.output_dir).resolve())})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

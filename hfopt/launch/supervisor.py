@@ -4,14 +4,12 @@ Inside the process every Trainer is protected (`trainer_hooks.py`), so most OOMs
 ZeRO, an exchange of gradients that had begun, the kernel's OOM killer. The process leaves word in a file (what to change, which output
 folder); one that was killed could not, so it leaves its settings at the start and the memory cgroup says what killed it. All ranks are
 ended, the new pair of batch and accumulation (same product) goes into the environment, and the command runs again from the newest
-checkpoint that was written to its end. Any other failure is the script's own: its exit code is passed on.
+whole checkpoint (`checkpoints.py`). Any other failure is the script's own: its exit code is passed on.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,28 +18,11 @@ from typing import Any
 
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
+from hfopt.files import write_whole
+from hfopt.launch.checkpoints import Checkpoint, newest_whole
 from hfopt.launch.handoff import HANDOFF, OPTIONS, ORDERS, Handoff, RestartOrders, RunOptions, RunStart
+from hfopt.launch.heartbeat import Hang, HangWatch
 from hfopt.process.foreground import Child
-
-_NAME = re.compile(r"^checkpoint-(\d+)$")
-
-
-def last_checkpoint(output_dir: Path) -> Path | None:
-    """A process killed while saving leaves a folder without a readable state: it is passed over."""
-    if not output_dir.is_dir():
-        return None
-    numbered = [(int(match[1]), entry) for entry in output_dir.iterdir() if (match := _NAME.match(entry.name)) and entry.is_dir()]
-    return next((entry for _, entry in sorted(numbered, reverse=True) if _complete(entry)), None)
-
-
-def _complete(folder: Path) -> bool:
-    """The Trainer writes weights, optimizer, generators and then the state, so a whole state means a whole checkpoint."""
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return False
-    return isinstance(state, dict) and "global_step" in state
-
 
 SITE = Path(__file__).parents[1] / "site"
 GRACE_S = 30.0  # for a launcher to end its ranks by itself once one of them has failed
@@ -67,6 +48,7 @@ def supervise(
     say: Callable[[str], None],
     replanned: Replanned | None = None,
     options: RunOptions | None = None,
+    restart_hung: bool = False,
 ) -> int:
     """Runs the command to its end, restarting it at most `attempts` times; returns its last exit code."""
     orders: RestartOrders | None = None
@@ -75,11 +57,16 @@ def supervise(
             handoff = Handoff(path=Path(folder) / "handoff.json")
             kills = oom_kills()
             child = Child(command, _environment(handoff, orders, options or RunOptions()))
-            code = child.run(handoff.has_failed, grace_s=GRACE_S)
+            watch = (
+                HangWatch(folder=Path(folder), after_s=options.hang_after_s) if options is not None and options.hang_after_s > 0 else None
+            )
+            code = child.run(lambda: _should_end(handoff, watch, say, restart_hung), grace_s=GRACE_S)  # noqa: B023 - called in this round only
             settings = handoff.settings
             if settings is not None and replanned is not None:
                 replanned(settings.changes, settings.why)
             verdict = _verdict(handoff, code, kills) if code != 0 and not child.asked_to_end else None
+            if verdict is None and watch is not None and watch.found and restart_hung and not child.asked_to_end:
+                verdict = _after_hang(handoff.start, watch.found[0])
             trained = handoff.start is not None
         if code == 0 and not trained and options is not None and options.plan and options.mode != "plan_only":
             say("hfopt: no Trainer was trained, so nothing was planned or protected; a loop of one's own is left alone")
@@ -88,13 +75,39 @@ def supervise(
                 say(f"hfopt: {verdict.reason}")
             return code
         if restart == attempts:
-            say(f"hfopt: {verdict.reason}; {attempts} restart{'s' if attempts != 1 else ''} did not help, so this is the end")
+            say(_the_end(verdict, orders, attempts))
             return code
-        orders = _orders(verdict, orders)
-        say(_announcement(verdict, orders, restart + 1, attempts))
+        found = newest_whole(verdict.output_dir)
+        orders = _orders(verdict, orders, found.path)
+        say(_announcement(verdict, orders, found, f"{restart + 1} of at most {attempts}"))
         if replanned is not None:
             replanned(orders.changes, verdict.reason)
     raise AssertionError("the loop returns")
+
+
+def _should_end(handoff: Handoff, watch: HangWatch | None, say: Callable[[str], None], restart_hung: bool) -> bool:
+    if watch is None:
+        return handoff.has_failed()
+    if (hang := watch.look()) is not None:
+        say(f"hfopt: {hang}{_written(handoff.start, hang)}")
+    return handoff.has_failed() or (restart_hung and bool(watch.found))
+
+
+def _written(start: RunStart | None, hang: Hang) -> str:
+    """All threads' stacks go where the run's other files are."""
+    if start is None or not hang.stacks:
+        return ""
+    path = Path(start.output_dir) / "hfopt" / f"hang-rank{hang.rank}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, hang.stacks)
+    except OSError:
+        return ""
+    return f"; all stacks in {path}"
+
+
+def _after_hang(start: RunStart | None, hang: Hang) -> OomVerdict | None:
+    return None if start is None else OomVerdict(reason=str(hang), output_dir=Path(start.output_dir))
 
 
 def _environment(handoff: Handoff, orders: RestartOrders | None, options: RunOptions) -> dict[str, str]:
@@ -139,9 +152,8 @@ def _after_kill(start: RunStart) -> OomVerdict:
     return OomVerdict(reason=f"{reason}, with one sample at a time and no worker processes", hopeless=True)
 
 
-def _orders(verdict: OomVerdict, earlier: RestartOrders | None) -> RestartOrders:
+def _orders(verdict: OomVerdict, earlier: RestartOrders | None, checkpoint: Path | None) -> RestartOrders:
     assert verdict.output_dir is not None
-    checkpoint = last_checkpoint(verdict.output_dir)
     kept = earlier.changes if earlier is not None and earlier.output_dir == str(verdict.output_dir) else {}
     return RestartOrders(
         output_dir=str(verdict.output_dir),
@@ -150,7 +162,19 @@ def _orders(verdict: OomVerdict, earlier: RestartOrders | None) -> RestartOrders
     )
 
 
-def _announcement(verdict: OomVerdict, orders: RestartOrders, restart: int, attempts: int) -> str:
-    where = f"resuming from {orders.checkpoint}" if orders.checkpoint else "from the start, for there is no checkpoint yet"
-    settings = ", ".join(f"{key} {value}" for key, value in orders.changes.items())
-    return f"hfopt: {verdict.reason}. Restart {restart} of at most {attempts}, {where}, with {settings}"
+def _announcement(verdict: OomVerdict, orders: RestartOrders, found: Checkpoint, which: str) -> str:
+    where = f"resuming from {orders.checkpoint}" if orders.checkpoint else "from the start, for there is no checkpoint to resume from"
+    passed = f" (passed over: {'; '.join(found.passed_over)})" if found.passed_over else ""
+    settings = f", with {', '.join(f'{key} {value}' for key, value in orders.changes.items())}" if orders.changes else ""
+    return f"hfopt: {verdict.reason}. Restart {which}, {where}{passed}{settings}"
+
+
+def _the_end(verdict: OomVerdict, orders: RestartOrders | None, attempts: int) -> str:
+    """What was tried, and what is left to the user."""
+    tried = ", ".join(f"{key} {value}" for key, value in orders.changes.items()) if orders is not None and orders.changes else ""
+    count = f"{attempts} restart{'s' if attempts != 1 else ''} did not help" + (f" (the last with {tried})" if tried else "")
+    left = [] if (orders.changes if orders is not None else {}).get("gradient_checkpointing") else ["gradient_checkpointing: true"]
+    left += ["a shorter maximum length", "an 8-bit or paged optimizer (optim: adamw_bnb_8bit)", "LoRA", "a card with more memory"]
+    return (
+        f"hfopt: {verdict.reason}; {count}, so this is the end. To change: {', '.join(left)}; `hfopt estimate` shows what each would take"
+    )

@@ -7,12 +7,17 @@ for the output folder whose run failed, so that another Trainer of the same scri
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from hfopt.compat.transformers_patches import checkpoint_batch
 from hfopt.launch.handoff import Handoff, RestartOrders, RunOptions, RunStart
+from hfopt.launch.heartbeat import Heart, callback
 from hfopt.oom import record
 from hfopt.oom.protect import guard_of, protect
+
+_hearts: list[Heart] = []
 
 
 def install(trainer_class: type) -> None:
@@ -36,10 +41,11 @@ def install(trainer_class: type) -> None:
             _planned_harmlessly(self, searching=trial is not None)
         _supervised(self)
         orders = RestartOrders.here(self.args.output_dir)
-        if orders is None or orders.checkpoint is None:
-            return original_train(self, resume_from_checkpoint, trial, *args, **more)
-        with checkpoint_batch(self.args.train_batch_size):
-            return original_train(self, orders.checkpoint, trial, *args, **more)
+        with _signs_of_life(self, options.hang_after_s):
+            if orders is None or orders.checkpoint is None:
+                return original_train(self, resume_from_checkpoint, trial, *args, **more)
+            with checkpoint_batch(self.args.train_batch_size):
+                return original_train(self, orders.checkpoint, trial, *args, **more)
 
     kind.__init__, kind.train = init, train
 
@@ -62,6 +68,25 @@ def _supervised(trainer: Any) -> None:
         handoff.started(RunStart.of(trainer.args))
         if guard is not None:
             guard.supervised_by(handoff)
+
+
+@contextmanager
+def _signs_of_life(trainer: Any, after_s: float) -> Iterator[None]:
+    """While the Trainer trains; a Trainer inside another one's callback is left to that one."""
+    handoff = Handoff.here()
+    if handoff is None or after_s <= 0 or _hearts:
+        yield
+        return
+    heart = Heart(handoff.path.parent, rank=trainer.args.process_index, after_s=after_s)
+    signs = callback(heart)
+    trainer.add_callback(signs)
+    _hearts.append(heart)
+    try:
+        yield
+    finally:
+        _hearts.remove(heart)
+        trainer.remove_callback(signs)
+        heart.stop()
 
 
 def _obey(args: Any) -> int | None:

@@ -54,11 +54,17 @@ def _protect(trainer_module: ModuleType) -> None:
 
 
 def _make_virtual(torch: ModuleType) -> None:
+    compiler = importlib.import_module("hfopt_virtual_compiler")
     if os.environ.get("HFOPT_VIRTUAL_VALUES", "1") != "0":
-        importlib.import_module("hfopt_virtual_values").install()
+        values = importlib.import_module("hfopt_virtual_values")
+        values.install()
+        if compiler.REFUSED in os.environ:
+            compiler.refuse()
+        else:
+            after_import("torch._dynamo.eval_frame", lambda module: compiler.install(module, values.TrueValues))
     importlib.import_module("hfopt_virtual_objects").install()
     torch.cuda._lazy_call(importlib.import_module("hfopt_virtual_kernels").choose)  # asked now, no fork could use the card any more
-    after_import("triton", lambda module: importlib.import_module("hfopt_virtual_triton").install(module))
+    after_import("triton", lambda module: compiler.spare_kernels(module))
     if "HFOPT_REHEARSAL" in os.environ:
         recorder = importlib.import_module("hfopt_rehearsal").install()
         follow = importlib.import_module("hfopt_rehearsal_trainer").install

@@ -153,3 +153,36 @@ def test_a_comment_that_states_the_old_value_is_told(run: Run, config: Path) -> 
     config.write_text(GOOD + "optim: adamw_hf  # adamw_hf is fine\n")
     _, _, err = run(config, "--upgrade", "-o", config.with_name("out.yaml"))
     assert f"{config}:4:18: the comment still states the old value adamw_hf: # adamw_hf is fine" in err
+
+
+def test_several_files_are_checked_and_other_yaml_is_passed_over(run: Run, config: Path, tmp_path: Path) -> None:
+    good, other = tmp_path / "good.yaml", tmp_path / "compose.yaml"
+    good.write_text(GOOD)
+    other.write_text("services: {web: 1}\n")
+    code, out, err = run(config, good)
+    assert (code, out) == (1, "") and "2 findings" in err and "no findings" in err
+    code, _, err = run(good, other)
+    assert code == 1 and f"{other}: error: " in err and "not of the HuggingFace Trainer" in err
+    assert run(good, other, "--only-configs")[0] == 0
+    for broken in ("per_device_train_batch_size: [1\n", "a: 1\n---\nnum_train_epochs: 3\n"):
+        other.write_text(broken)
+        assert run(good, other, "--only-configs")[0] == 1, "meant for a Trainer, so its error is told"
+    other.write_text("a: 1\n---\nb: 2\n")
+    assert run(other, "--only-configs")[0] == 0
+
+
+def test_formats_for_machines(run: Run, config: Path, tmp_path: Path) -> None:
+    code, out, err = run(config, "--format", "github")
+    assert (code, err) == (1, "") and [line.partition(" ")[0] for line in out.splitlines()] == ["::error", "::error"]
+    code, out, _ = run(config, "--format", "sarif")
+    assert code == 1 and len(json.loads(out)["runs"][0]["results"]) == 2
+    assert run(config, "--format", "sarif", "-o", tmp_path / "x.sarif")[:2] == (1, "")
+    assert json.loads((tmp_path / "x.sarif").read_text())["version"] == "2.1.0"
+    for arguments, words in (
+        (["--format", "xml"], "one of: text, github, sarif"),
+        (["--format", "sarif", "--json"], "take one config"),
+        (["--only-configs", "--upgrade"], "take one config"),
+        (["--only-configs", "-o", "x"], "-o needs something to write"),
+    ):
+        code, out, err = run(config, *arguments)
+        assert (code, out) == (2, "") and words in err

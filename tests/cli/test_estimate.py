@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hfopt.cli import main
+from hfopt.compat.versions import TorchBuild
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -238,3 +239,10 @@ def test_an_engine_is_for_several_devices(run: Run, config: str) -> None:
     assert code != 0 and "--num-gpus" in err
     code, _, err = run("estimate", config, "--gpu", "rtx 3070", "--num-gpus", "2", "--engine", "zero9")
     assert code != 0 and "zero9 is not known" in err
+
+
+def test_a_card_without_kernels_in_the_installed_torch_is_said(run: Run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = TorchBuild(version="2.15.0", cuda="13.2")
+    monkeypatch.setattr("hfopt.planner.memory_table.torch_build", lambda: build)
+    _, out, _ = run("estimate", folder, "--gpu", "gtx 1080", "--batch-sizes", "1", "--json")
+    assert "no kernels for GeForce GTX 1080" in json.loads(out)["notes"][0]

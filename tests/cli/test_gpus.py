@@ -32,6 +32,12 @@ def test_one_card_in_full_with_its_source() -> None:
     assert f"{known.peak_flops['fp16'] / 1e12:.1f} TFLOP/s" in result.stdout
 
 
+def test_one_card_in_full_with_its_public_prices() -> None:
+    shown = run("l4").stdout
+    assert "0.80 USD/h, HF Jobs l4x1 (2026-" in shown and "3.80 USD/h for 4, HF Jobs l4x4" in shown and "jobs-pricing" in shown
+    assert "rented at" not in run("gtx 1080").stdout
+
+
 def test_a_name_for_several_lists_them() -> None:
     result = run("a100")
     assert result.returncode == 0

@@ -14,9 +14,9 @@ import pytest
 import hfopt.cli
 from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
-from hfopt.errors import ConfigError
 from hfopt.hardware.installed_software import Probe
 from hfopt.planner.comparison import Row
+from hfopt.planner.rental import Limits
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import GIB
 
@@ -84,20 +84,9 @@ def test_wrong_wishes_are_said(ends: Callable[..., str], tmp_path: Path) -> None
     assert "--gpus names no card" in ends("compare", config, "--gpus", " , ")
 
 
-@pytest.mark.parametrize(
-    ("text", "words"), [("[1, 2]", "a mapping of card names"), ("t4: cheap", "a mapping"), ("t4: -1", "a mapping"), ("{", "cannot be read")]
-)
-def test_prices_that_are_none_are_said(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "prices.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=words):
-        compare._prices(tmp_path / "prices.yaml")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        compare._prices(tmp_path / "none.yaml")
-    assert compare._prices(None) == {}
-
-
 def test_the_table_of_cards_goes_to_stdout_and_each_note_once_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    compare._table(tuple(Row(card=card, plan=None, why_not="8.00 GiB missing", notes=("odd card",)) for card in ("T4", "L4")))
+    rows = tuple(Row(card=card, plan=None, why_not="8.00 GiB missing", notes=("odd card",)) for card in ("T4", "L4"))
+    compare._show(rows, Limits(), front_only=False)
     out, err = capsys.readouterr()
     assert [line.split()[:2] for line in out.splitlines()] == [["card", "fits"], ["T4", "no"], ["L4", "no"]]
     assert out.count("8.00 GiB missing") == 2 and err.count("odd card") == 1
@@ -166,9 +155,9 @@ def test_the_deepspeed_config_becomes_a_file_beside_the_yaml(tmp_path: Path) -> 
 
     made: Any = Made()
     output = tmp_path / "planned.yaml"
-    assert plan._with_deepspeed_beside(made, None) is made
-    told: Any = plan._with_deepspeed_beside(made, output)
+    assert plan._with_deepspeed_beside(made, None, written=False) is made
+    told: Any = plan._with_deepspeed_beside(made, output, written=True)
     assert told.told == (str(output), str(tmp_path / "planned.deepspeed.json"))
     assert json.loads((tmp_path / "planned.deepspeed.json").read_text()) == {"zero_optimization": {"stage": 3}}
     made.facts.engine.deepspeed = None
-    assert plan._with_deepspeed_beside(made, output).told == (str(output),)  # type: ignore[attr-defined]
+    assert plan._with_deepspeed_beside(made, output, written=True).told == (str(output),)  # type: ignore[attr-defined]

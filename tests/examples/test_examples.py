@@ -44,7 +44,7 @@ def test_every_example_has_a_readme_and_a_test() -> None:
 @pytest.mark.slow
 def test_text_classification(tmp_path: Path) -> None:
     text = script("text_classification", tmp_path)
-    assert "Effective batch 32, the same before and after: 8 × 4 before, 32 × 1 after" in text
+    assert "Effective batch 32 as before: 8 × 4 → 32 × 1" in text
     assert number(r"accuracy (\S+) after 48 steps", text) > 0.9
     assert "hfopt: 47 steps in" in text and (tmp_path / "hfopt" / "monitor.jsonl").exists()
 
@@ -60,7 +60,7 @@ def test_lora_causal_lm(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_vit(tmp_path: Path) -> None:
     text = script("vit", tmp_path)
-    assert "Effective batch 32, the same before and after: 4 × 8 before" in text
+    assert "Effective batch 32 as before: 4 × 8" in text
     first, last = re.findall(r"loss (\S+) -> (\S+) in 24 steps", text)[0]
     assert float(last) < float(first)
 
@@ -110,4 +110,4 @@ def test_rehearse_a100() -> None:
 def test_notebook(tmp_path: Path) -> None:
     text = run("examples/notebook/run.py", str(tmp_path))
     assert all(f"In [{cell}]" in text for cell in range(1, 6))
-    assert "4 × 8 before, 32 × 1 after" in text and "samples/s predicted" in text and "finished at step 30 of 30" in text
+    assert "4 × 8 → 32 × 1" in text and "samples/s predicted" in text and "finished at step 30 of 30" in text

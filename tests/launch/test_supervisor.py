@@ -19,8 +19,7 @@ from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
 from hfopt.launch import supervisor
-from hfopt.launch.handoff import Handoff
-from hfopt.launch.supervisor import last_checkpoint
+from hfopt.launch.handoff import Handoff, RestartOrders, RunStart
 from hfopt.process import foreground
 
 SCRIPT = Path(__file__).parent / "training_script.py"
@@ -124,18 +123,6 @@ def test_what_to_execute(tmp_path: Path) -> None:
     ]:
         with pytest.raises(HfoptError, match=said):
             resolved(wrong)
-
-
-def test_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    assert last_checkpoint(tmp_path / "missing") is None
-    for step, text in [(2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_st'), (14, None)]:
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        if text is not None:
-            (folder / "trainer_state.json").write_text(text)
-    found = last_checkpoint(tmp_path)
-    assert found is not None
-    assert found.name == "checkpoint-10"
 
 
 @pytest.mark.parametrize(
@@ -263,3 +250,20 @@ def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
     foreground.end_descendants(0.0)
     assert asked == ["terminate", "terminate", "kill", "kill"], "one that is gone does not spare the next"
+
+
+def test_a_script_that_changes_its_folder_is_still_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor looks for checkpoints from its own working directory."""
+    monkeypatch.chdir(tmp_path)
+    args = SimpleNamespace(output_dir="out", per_device_train_batch_size=4, gradient_accumulation_steps=1, dataloader_num_workers=0)
+    assert RunStart.of(args).output_dir == str(tmp_path / "out")
+
+
+def test_the_last_word_of_a_run_that_never_fits_says_what_to_change() -> None:
+    verdict = supervisor.OomVerdict(reason="the optimizer step had begun")
+    changes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+    said = supervisor._the_end(verdict, RestartOrders(output_dir="x", changes=changes), 3)
+    assert "3 restarts did not help (the last with per_device_train_batch_size 1, gradient_accumulation_steps 16)" in said
+    assert "To change: gradient_checkpointing: true, a shorter maximum length" in said
+    checkpointed = RestartOrders(output_dir="x", changes={**changes, "gradient_checkpointing": True})
+    assert "gradient_checkpointing: true," not in supervisor._the_end(verdict, checkpointed, 3)

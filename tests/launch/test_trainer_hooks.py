@@ -14,6 +14,7 @@ from hfopt.compat import versions
 from hfopt.compat.transformers_patches import checkpoint_batch
 from hfopt.launch import trainer_hooks
 from hfopt.launch.handoff import ORDERS, RestartOrders
+from hfopt.oom.protect import guard_of
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def test_a_run_that_was_not_restarted_keeps_every_scale(lab: Any, restarted: Any
     monkeypatch.delenv(ORDERS)
     plain = type(trainer)(model=trainer.model, args=lab.trainer(task="sequence").args, train_dataset=trainer.train_dataset)
     plain.train()
-    guard = vars(plain)["_hfopt_guard"]
-    assert guard.scripts_accumulation is None and guard.pieces.scale == 1.0
+    guard = guard_of(plain)
+    assert guard is not None and guard.scripts_accumulation is None and guard.pieces.scale == 1.0
     assert torch.isfinite(torch.tensor(plain.state.log_history[0]["loss"]))
 
 
