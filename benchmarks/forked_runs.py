@@ -52,7 +52,7 @@ class ForkedRuns:
         assert self._server.stdin is not None and self._server.stdout is not None
         with tempfile.TemporaryDirectory(dir=self._folder.name) as name:
             folder = Path(name)
-            plain = replace(job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides)))
+            plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))
             (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": "virtual", "extent": EXTENT}))
             os.mkfifo(folder / "candidate")
             card = environment(gpu, context_bytes=context_bytes, state=folder / "board")

@@ -14,13 +14,15 @@ import contextlib
 import io
 import sys
 from collections import Counter
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "hfopt"
-COMPOSES = ("planner", "cli", "launch")
+COMPOSES = frozenset({"planner", "cli", "launch"})
+STAGES = frozenset(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()) - {"schema", "facts", "compat", "process"}
 
 
 class Walk:
@@ -29,40 +31,32 @@ class Walk:
     def __init__(self) -> None:
         self.modules: set[str] = set()
         self.visits: list[str] = []
-        self._parts: dict[str, tuple[str, str] | None] = {}
-
-    def part(self, filename: str) -> tuple[str, str] | None:
-        """The package of a file of ours (its own name where it stands at the top), and the file."""
-        if filename not in self._parts:
-            path = Path(filename)
-            inside = path.is_relative_to(PACKAGE)
-            relative = path.relative_to(PACKAGE) if inside else None
-            self._parts[filename] = None if relative is None else (relative.parts[0], str(relative))
-        return self._parts[filename]
+        self._inside: list[str] = []  # the stages whose calls have not returned yet
+        self._files: dict[str, str | None] = {}  # file -> its path in the package, None: another package's
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or frame.f_code.co_name == "<module>":
+        if event not in ("call", "return"):
             return
-        here = self.part(frame.f_code.co_filename)
-        if here is None:
+        file = frame.f_code.co_filename
+        if file not in self._files:
+            path = Path(file)
+            self._files[file] = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else None
+        module = self._files[file]
+        if module is None or not frame.f_code.co_flags & CO_OPTIMIZED:  # a module or a class body: importing, not walking
             return
-        self.modules.add(here[1])
-        package = here[0]
-        if package in COMPOSES or package == "facts" or not (PACKAGE / package).is_dir() or package == "schema":
+        stage = module.partition("/")[0]
+        if event == "call":
+            self.modules.add(module)
+        if stage not in STAGES:
             return
-        caller = self._caller(frame)
-        if (caller is None or caller in COMPOSES) and (not self.visits or self.visits[-1] != package):
-            self.visits.append(package)
-
-    def _caller(self, frame: FrameType) -> str | None:
-        """The nearest package of ours above this frame."""
-        above = frame.f_back
-        while above is not None:
-            found = self.part(above.f_code.co_filename)
-            if found is not None and (PACKAGE / found[0]).is_dir() and found[0] not in ("schema", "facts"):
-                return found[0]
-            above = above.f_back
-        return None
+        if event == "return":
+            if self._inside:
+                self._inside.pop()
+            return
+        caller = self._inside[-1] if self._inside else "cli"
+        self._inside.append(stage)
+        if stage not in COMPOSES and caller in COMPOSES and (not self.visits or self.visits[-1] != stage):
+            self.visits.append(stage)
 
 
 def walk(config: Path, gpu: str) -> Walk:

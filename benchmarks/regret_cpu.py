@@ -97,7 +97,7 @@ def one_model(name: str, folder: Path) -> dict[str, Any]:
     made = plan(path, Request(gpu=None, allow=frozenset({"accumulation"})))
     chosen = made.candidate.per_device_batch
     effective, job = made.facts.effective_batch, made.facts.job
-    plain = replace(job, args=dict(job.args), model=replace(job.model, overrides=dict(job.model.overrides)))
+    plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))
     cpu: dict[int, float] = {}
     wall: dict[int, float] = {}
     for _ in range(ROUNDS):

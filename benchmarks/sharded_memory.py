@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from hfopt.config.settings import sharding_of, step_settings
+from hfopt.config.settings import sharding_of, step_settings, trainer_settings
 from hfopt.hardware.catalog import find
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
@@ -122,9 +122,11 @@ def estimated(one: Case) -> MemoryPeak:
         lora = None if one["lora"] is None else Lora(r=one["lora"], target_modules="all-linear")
         spec = ModelSpec(name=folder, weights_dtype=one["weights"], lora=lora)
         workload = from_spec(spec, DataSpec(max_length=one["length"]))
-        settings = step_settings(one["arguments"], capability=card.capability, multiprocessors=card.sms)
-        hidden = one["model"]["hidden_size"]
-        settings = replace(settings, sharding=sharding_of(one["arguments"], world_size=one["world"], hidden_size=hidden))
+        read = trainer_settings(one["arguments"])
+        accumulation = one["arguments"].get("gradient_accumulation_steps", 1)
+        settings = step_settings(read, accumulation=accumulation, capability=card.capability, multiprocessors=card.sms)
+        sharding = sharding_of(read.engine, world_size=one["world"], hidden_size=one["model"]["hidden_size"])
+        settings = replace(settings, sharding=sharding)
         return estimate(workload, settings).curve.peak(one["batch"])
 
 

@@ -85,6 +85,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
         "trace/cuda_allocations": (
             "torch.ops.aten._foreach_norm",
+            "torch.ops.aten._softmax_backward_data",
             "torch.ops.aten._ctc_loss",
             "torch.ops.aten._ctc_loss_backward",
             "torch.ops.aten._scaled_dot_product_flash_attention_backward",
@@ -105,7 +106,14 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.nn.utils.clip_grad_norm_",
             "torch.nn.parallel.distributed._verify_param_shape_across_processes",
             "torch.utils.weak.WeakTensorKeyDictionary",
+            "torch.library.register_kernel",
+            "torch.overrides._get_current_function_mode",
+        ),
+        "virtual/site/hfopt_virtual_compiler": (
             "torch.compile",
+            "torch._dynamo.eval_frame.OptimizeContext",
+            "torch.overrides._get_current_function_mode",
+            "torch.overrides._pop_mode_temporarily",
         ),
         "virtual/site/hfopt_virtual_objects": tuple(
             f"torch.distributed.distributed_c10d.{name}"
@@ -121,6 +129,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "compat/transformers_patches": (
             "transformers.trainer_callback.TrainerState.load_from_json",
             "transformers.Trainer.create_accelerator_and_postprocess",
+            "transformers.PreTrainedModel._supports_sdpa",
         ),
         "launch/trainer_hooks": ("transformers.trainer.Trainer",),
         "model/builder": ("transformers.modeling_layers.GradientCheckpointingLayer", "transformers.PreTrainedModel._from_config"),
@@ -170,8 +179,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
     "safetensors": {"virtual/site/hfopt_rehearsal_files": ("safetensors.torch.save_file",)},
     "liger_kernel": {"launch/apply_plan": ("liger_kernel.transformers._apply_liger_kernel_to_instance",)},
     "triton": {
-        "virtual/site/hfopt_virtual_triton": (
-            "triton.runtime.driver.set_active",
+        "virtual/site/hfopt_virtual_compiler": (
             "triton.runtime.jit.JITFunction.run",
             "triton.runtime.autotuner.Autotuner.run",
             "triton.backends.compiler.GPUTarget",
