@@ -24,9 +24,7 @@ from typing import Any
 
 from hfopt.hardware import catalog
 from hfopt.schema import Gpu
-from hfopt.speed.board_power import board_of, sustained_clock
-from hfopt.speed.device_speed import architecture
-from hfopt.speed.efficiency import efficiency
+from hfopt.speed.device_speed import architecture, board_of, efficiency, sustained_clock
 
 DATA = Path(__file__).parent / "data" / "published_matmul.csv"
 REACHED = 0.94  # of the peak at its clock, by products that size on tensor cores; in float32 the shares of efficiency.toml

@@ -63,7 +63,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.Tensor._use_count",
             "torch.ops.aten._local_scalar_dense",
         ),
-        "trace/fast_fake": (
+        "trace/fake_tensors": (
             "torch._subclasses.fake_tensor.FakeTensor",
             "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
             "torch._C._DisableTorchDispatch",
@@ -121,7 +121,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
     },
     "transformers": {
-        "compat/fast_import": (
+        "compat/transformers_patches: fast_import": (
             "transformers.utils.is_scipy_available",
             "transformers.utils.is_datasets_available",
             "transformers.loss.loss_utils",
@@ -167,7 +167,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
     "trl": {
         "planner/live": tuple(f"trl.{kind}Trainer" for kind in ("SFT", "DPO", "GRPO", "Reward", "KTO")),
         "oom/micro_batch": ("trl.SFTTrainer.compute_loss",),
-        "trace/tiled_head": tuple(
+        "trace/fused_head": tuple(
             f"trl.kernels.chunked_logprob.{name}"
             for name in ("_use_triton", "_addmm_fp32", "_MM_OUT_DTYPE", "TOKEN_CHUNK_SIZE", "ChunkedLogProbFunction")
         ),

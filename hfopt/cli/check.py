@@ -132,7 +132,7 @@ def _loaded(source: bytes, name: str, how: Checking) -> Loaded:
 def _processes(accelerate: Path | None) -> int:
     if accelerate is None:
         return 1
-    from hfopt.config.accelerate_file import read_accelerate_file
+    from hfopt.config.translation import read_accelerate_file
 
     return read_accelerate_file(accelerate).processes or 1
 

@@ -14,8 +14,7 @@ from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.hardware.prices import RentalOffer
-    from hfopt.planner.comparison import Row
-    from hfopt.planner.rental import Aim, Limits
+    from hfopt.planner.comparison import Aim, Limits, Row
 
 ALL = "all"
 NEEDS_SAMPLES = "needs --samples"
@@ -65,8 +64,7 @@ def compare(
     """
     from hfopt.hardware.prices import of_providers, public_offers, read_offers, rentable
     from hfopt.planner import Request
-    from hfopt.planner.comparison import compare_cards
-    from hfopt.planner.rental import Limits, ordered
+    from hfopt.planner.comparison import Limits, compare_cards, ordered
 
     offers = of_providers(read_offers(prices) if prices is not None else public_offers(), (provider or "").split(","))
     everything = gpus.strip().lower() == ALL
@@ -116,7 +114,7 @@ def _aim(sort: str | None, limits: Limits) -> Aim:
 
 
 def _as_data(rows: tuple[Row, ...], limits: Limits, config: Path, command: str | None) -> list[dict[str, Any]]:
-    from hfopt.planner.rental import front, job_command, winners
+    from hfopt.planner.comparison import front, job_command, winners
 
     best = winners(rows, limits)
     undominated = {row.card for row in front(rows)}
@@ -137,7 +135,7 @@ def _show(rows: tuple[Row, ...], limits: Limits, *, front_only: bool) -> None:
     """The table and the winners are the answer, so they go to stdout; remarks go to stderr."""
     from rich.table import Table
 
-    from hfopt.planner.rental import front, winners
+    from hfopt.planner.comparison import front, winners
     from hfopt.report.text import assumed_lines
 
     console = people()
@@ -221,7 +219,7 @@ def _show_job(rows: tuple[Row, ...], limits: Limits, config: Path, command: str 
     from dataclasses import replace
 
     from hfopt.hardware.prices import HF_JOBS, cheapest
-    from hfopt.planner.rental import job_command, ordered
+    from hfopt.planner.comparison import job_command, ordered
 
     there = [offer for offer in offers if offer.key == HF_JOBS]
     able = [replace(row, offer=cheapest(there, row.card, row.cards)) for row in rows if row.plan is not None]

@@ -36,7 +36,7 @@ def diff(
       hfopt diff old.yaml new.yaml --json                  for a program, on the card that is here
     """
     from hfopt.planner import Request
-    from hfopt.planner.config_diff import diff_configs
+    from hfopt.planner.plan_diff import diff_configs
 
     names = [name.strip() for name in (gpus or "").split(",") if name.strip()] or _here()
     request = Request(num_gpus=num_gpus, host=host, model=model, seq_len=seq_len, dry_run=False, own_process=True, charts=False)

@@ -99,7 +99,7 @@ def _explained(report: OomReport, config: str | None, options: dict[str, Any]) -
 def _tell(made: Explanation) -> None:
     from rich.text import Text
 
-    from hfopt.report.explanation_text import explanation_lines
+    from hfopt.report.memory_text import explanation_lines
 
     console = people()
     for style, text in explanation_lines(made):

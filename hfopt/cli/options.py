@@ -1,8 +1,6 @@
 """Options that several commands have, and words that must be one of a few.
 
 Words of the command line that must be one of a few: a wrong one is answered with those there are, and a shell completes them.
-
-Options that several commands have: one name, one meaning, one text.
 """
 
 from __future__ import annotations

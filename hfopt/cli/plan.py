@@ -169,7 +169,7 @@ def plan(
 
 def _as_locked(made: Plan, source: bytes, path: Path) -> bool:
     """Locks the plan where it is not; else whether it is the one that was locked, with every difference said."""
-    from hfopt.planner.plan_lock import differences, lock_of, lock_text, read_lock
+    from hfopt.planner.plan_diff import differences, lock_of, lock_text, read_lock
 
     found = lock_of(made, source)
     if not path.exists():

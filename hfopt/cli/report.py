@@ -64,10 +64,10 @@ def report(
 
 
 def _page(first: History, second: History | None) -> bytes:
-    from hfopt.monitor import run_series, run_text
+    from hfopt.monitor import run_text
     from hfopt.report import run_page
 
     if second is None:
-        return run_page.run_page(run_series.view(first))
+        return run_page.run_page(run_text.view(first))
     figures, settings = run_text.differences(first, second), run_text.differing_settings(first, second)
-    return run_page.comparison_page(run_series.view(first), run_series.view(second), figures, settings)
+    return run_page.comparison_page(run_text.view(first), run_text.view(second), figures, settings)

@@ -1,11 +1,18 @@
-"""Everything a config says, by name: look a fact up under any of its names, wherever in the file it stands."""
+"""What a config says, by name: a fact under any of its names, wherever in the file it stands, and the model among them.
+
+A file may hold several names: the family (`model: bert`), the checkpoint (`model_name: bert-base-uncased`), the run (`model_name: my-run-3`
+beside `model: org/checkpoint`). What reads most like a checkpoint counts: a hub id, then a path, then a bare name of a known family.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from hfopt.config.yaml_document import NodePath, shared_depth
+from hfopt.config.yaml_document import NodePath, parse, read_bytes, shared_depth
+from hfopt.errors import ConfigError
 
 
 class Facts:
@@ -89,3 +96,82 @@ def _flatten(value: Any, path: NodePath) -> Iterator[tuple[NodePath, Any]]:
         for position, inner in enumerate(value[:50]):
             if isinstance(inner, dict):
                 yield from _flatten(inner, (*path, str(position)))
+
+
+_KEYS = (
+    *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "model_path", "base_model_name_or_path"),
+    *("load_from_pretrained_path", "encoder_name_or_path"),
+    *("base_model_name", "base_model_id", "base_model", "pretrained_model_name", "pretrained_model", "model_checkpoint", "model_repo"),
+)
+_FURTHER_KEYS = (
+    *("model", "base_id", "model_key", "hf_model", "hf_model_id", "hf_model_name", "hf_model_path", "model_id_or_path", "llm", "backbone"),
+    *("base_model_path", "pretrained_path", "pretrained_name", "model_name_path", "llm_name", "llm_path", "student_model"),
+)
+_LAST_KEYS = ("config_name", "checkpoint")
+_SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")
+_KEYS_IN_A_SECTION = ("name_or_path", "name", "id", "path", "checkpoint", "repo", "pretrained", "hf_name", "base", "hf_id", "repo_id")
+_NOT_THE_MODEL = ("tokenizer", "ref_model", "teacher", "reward_model", "adapter", "generation", "inference", "export")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_FAMILY = re.compile(
+    r"bert|gpt|llama|qwen|mi[sx]tral|gemma|\bphi\b|phi-?\d|\bm?t5\b|bart|\bopt\b|bloom|pythia|falcon|whisper|wav2vec|hubert|wavlm|\bvit\b"
+    r"|deit|swin|clip|dino|electra|smol|olmo|granite|starcoder|deepseek|pegasus|nllb|longformer|xlnet|segformer|resnet|convnext|lfm\d"
+)
+_LARGEST_SIBLING_BYTES, _MOST_SIBLINGS = 200_000, 50
+
+
+def model_name(facts: Facts) -> str | None:
+    """The model a config names; None where it names none, or leaves it to a variable."""
+    found = [name for name in _candidates(facts) if "${" not in name and "{{" not in name]
+    return max(found, key=_likeness, default=None)  # the first of equals, in the order of the keys
+
+
+def _candidates(facts: Facts) -> Iterator[str]:
+    direct = [*_texts(facts, *_KEYS)]
+    yield from direct
+    if not direct:
+        yield from _texts(facts, *_KEYS_IN_A_SECTION, under=_SECTIONS)
+    for name in _texts(facts, *_FURTHER_KEYS):
+        yield from _texts(facts, *_KEYS_IN_A_SECTION, *_KEYS, under=(name.lower(),)) if facts.has(name.lower()) else (name,)
+    yield from _texts(facts, *_LAST_KEYS)
+
+
+def _texts(facts: Facts, *keys: str, under: tuple[str, ...] = ()) -> Iterator[str]:
+    """One text of each key."""
+    for key in keys:
+        if (text := facts.text(key, under=under, not_under=_NOT_THE_MODEL)) is not None:
+            yield text
+
+
+def _likeness(name: str) -> int:
+    """How much it reads like a checkpoint."""
+    if _HUB_ID.fullmatch(name) and not name.lower().startswith(("output", "result", "run", "log", "checkpoint", "ckpt", "exp")):
+        return 3
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or ".py:" in name or _FAMILY.search(name.lower()):
+        return 2
+    return 1
+
+
+def model_named_in(path: Path) -> str:
+    """The model that another YAML names."""
+    name = _name_in(path)
+    if name is None:
+        raise ConfigError(f"{path} names no model", hint="it needs a key such as model_name_or_path; or give --model")
+    return name
+
+
+def named_beside(path: Path) -> tuple[Path, str] | None:
+    """The YAML in the same folder that names a model, where there is one alone."""
+    others = sorted(other for kind in ("*.yaml", "*.yml") for other in path.parent.glob(kind) if other.resolve() != path.resolve())
+    found: list[tuple[Path, str]] = []
+    for other in others[:_MOST_SIBLINGS]:
+        try:
+            name = _name_in(other) if other.stat().st_size <= _LARGEST_SIBLING_BYTES else None
+        except (ConfigError, OSError):
+            continue  # it is not ours to judge
+        if name is not None:
+            found.append((other, name))
+    return found[0] if len({name for _, name in found}) == 1 else None
+
+
+def _name_in(path: Path) -> str | None:
+    return model_name(Facts(parse(read_bytes(path), str(path)).data))

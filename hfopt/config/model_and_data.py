@@ -11,12 +11,10 @@ import re
 from typing import Any, Literal
 
 from hfopt.config.deepspeed_json import named_stage
-from hfopt.config.factory_rules import stage_notes
-from hfopt.config.lookup import Facts
-from hfopt.config.model_name import model_name
+from hfopt.config.lookup import Facts, model_name
+from hfopt.config.other_keys import stage_notes
 from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
-from hfopt.config.tuning_methods import tuning_method
-from hfopt.config.vision_keys import frozen_parts, has_images, image_facts
+from hfopt.config.trained_parts import frozen_parts, has_images, image_facts, tuning_method
 from hfopt.facts.training_keys import trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
 

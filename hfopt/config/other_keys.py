@@ -1,4 +1,7 @@
-"""Keys beside those of the Trainer: what a file sets and no figure shows is said, and so is what nobody here knows.
+"""Keys beside those of the Trainer: what no figure shows, what LLaMA-Factory refuses and what nobody here knows is said.
+
+Source: LLaMA-Factory, src/llamafactory/hparams/parser.py (get_train_args, _verify_model_args) and finetuning_args.py (__post_init__), as of
+August 2026. Only rules that the file alone decides are here: those about the device and about installed packages are not.
 
 What the reader asks for is read; what another tool's table knows changes nothing of a step, unless `other_keys.toml` says that it does. The
 rest is a script's own, and may or may not matter: it is listed, but for names that say themselves what they are about (logs, paths, data).
@@ -8,16 +11,149 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts
 from hfopt.config.training_arguments import ALIASES, GONE, NEWER, known_elsewhere
 from hfopt.config.yaml_document import NodePath
 from hfopt.facts.argument_effects import effects
 from hfopt.facts.training_keys import installed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactoryRule:
+    key: str
+    broken: Callable[[Facts], bool]
+    message: str
+    fix: str | None = None
+
+
+def _kind(facts: Facts) -> str:
+    return (facts.text("finetuning_type") or "lora").lower()
+
+
+def _stage(facts: Facts) -> str:
+    return (facts.text("stage") or "sft").lower()
+
+
+def _packed(facts: Facts) -> bool:
+    return facts.whole("quantization_bit") is not None
+
+
+def _evaluates(facts: Facts) -> bool:
+    stated = facts.text("eval_strategy", "evaluation_strategy")
+    return stated not in (None, "no") or facts.true("do_eval", "do_predict", "predict_with_generate")
+
+
+def _zero_3(facts: Facts) -> bool:
+    return named_stage(facts.text("deepspeed")) == 3
+
+
+_OF_LORA = ("use_rslora", "use_dora", "pissa_init")
+RULES: tuple[FactoryRule, ...] = (
+    FactoryRule(
+        key="quantization_bit",
+        broken=lambda facts: _packed(facts) and _kind(facts) not in ("lora", "oft"),
+        message="quantization_bit is only for finetuning_type lora or oft",
+        fix="finetuning_type: lora, or drop quantization_bit",
+    ),
+    FactoryRule(
+        key="adapter_name_or_path",
+        broken=lambda facts: facts.text("adapter_name_or_path") is not None and _kind(facts) != "lora",
+        message="adapter_name_or_path is only for finetuning_type lora",
+    ),
+    FactoryRule(
+        key="finetuning_type",
+        broken=lambda facts: _kind(facts) == "lora" and facts.true("use_galore", "use_apollo", "use_badam"),
+        message="GaLore, APOLLO and BAdam train whole weights, and finetuning_type is lora",
+        fix="finetuning_type: full",
+    ),
+    FactoryRule(
+        key="use_llama_pro",
+        broken=lambda facts: facts.true("use_llama_pro") and _kind(facts) == "full",
+        message="use_llama_pro is only for finetuning_type freeze or lora",
+    ),
+    FactoryRule(
+        key="pissa_init",
+        broken=lambda facts: facts.true("pissa_init") and (_packed(facts) or _stage(facts) in ("ppo", "kto", "dpo")),
+        message="pissa_init is not for quantized models, nor for stages with a reference model",
+    ),
+    FactoryRule(
+        key="resize_vocab",
+        broken=lambda facts: facts.true("resize_vocab") and _packed(facts),
+        message="resize_vocab cannot resize the embeddings of a quantized model",
+    ),
+    FactoryRule(
+        key="predict_with_generate",
+        broken=lambda facts: facts.true("predict_with_generate") and _stage(facts) != "sft",
+        message="predict_with_generate is only for stage sft",
+    ),
+    FactoryRule(
+        key="neat_packing",
+        broken=lambda facts: facts.true("neat_packing") and _stage(facts) != "sft",
+        message="neat_packing is only for stage sft",
+    ),
+    FactoryRule(
+        key="load_best_model_at_end",
+        broken=lambda facts: facts.true("load_best_model_at_end") and _stage(facts) in ("rm", "ppo"),
+        message="load_best_model_at_end is not for the stages rm and ppo",
+    ),
+    FactoryRule(
+        key="reward_model",
+        broken=lambda facts: _stage(facts) == "ppo" and facts.text("reward_model") is None,
+        message="stage ppo needs a reward_model",
+    ),
+    FactoryRule(
+        key="val_size",
+        broken=lambda facts: _evaluates(facts) and facts.text("eval_dataset") is None and not facts.number("val_size"),
+        message="an evaluation needs samples, and neither eval_dataset nor val_size is set",
+        fix="val_size: 0.1",
+    ),
+    FactoryRule(
+        key="max_steps",
+        broken=lambda facts: facts.true("streaming") and facts.whole("max_steps") is None,
+        message="streaming data has no length: max_steps must be set",
+    ),
+    FactoryRule(
+        key="pure_bf16",
+        broken=lambda facts: facts.true("pure_bf16") and _zero_3(facts),
+        message="pure_bf16 does not go with DeepSpeed's ZeRO-3",
+        fix="drop pure_bf16: under ZeRO-3 the weights stay in 16 bits anyway",
+    ),
+    FactoryRule(
+        key="deepspeed",
+        broken=lambda facts: facts.has("deepspeed") and facts.get("deepspeed") is not None and facts.true("use_galore", "use_apollo"),
+        message="GaLore and APOLLO do not go with DeepSpeed",
+    ),
+    *(
+        FactoryRule(
+            key=key,
+            broken=lambda facts, key=key: facts.true(key) and _kind(facts) not in ("lora",),  # type: ignore[misc]
+            message=f"{key} is only for finetuning_type lora",
+        )
+        for key in _OF_LORA
+    ),
+)
+
+
+def broken_rules(facts: Facts) -> Iterator[FactoryRule]:
+    """Those that LLaMA-Factory would refuse to start for."""
+    return (rule for rule in RULES if rule.broken(facts))
+
+
+def stage_notes(facts: Facts) -> tuple[str, ...]:
+    """What a stage does beside the step that is planned."""
+    if _stage(facts) == "ppo":
+        return ("stage: ppo is planned as its update alone: generation, the reward model and the reference are not in the figures",)
+    if facts.true("do_predict", "do_eval") and not facts.true("do_train"):
+        return ("do_train is not set, so this file evaluates or predicts: what is planned is a training with its settings",)
+    return ()
+
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,4 +1,6 @@
-"""Configs of other tools: those that are read in their own way, and those that are refused by name.
+"""Configs of other tools: those that are read in their own way, and those that are refused by name, with what could be planned.
+
+Source: torchtune 0.7 (recipes/configs): the builder's name says model, size and adapter, such as `lora_llama3_1_8b`.
 
 Tools that read TrainingArguments YAMLs in their own way: what they take differently, and under which key they take it.
 
@@ -17,9 +19,53 @@ from typing import Any
 
 from hfopt.compat.versions import source_folder
 from hfopt.config.argument_values import Severity
-from hfopt.config.lookup import Facts
+from hfopt.config.lookup import Facts, whole_number
 from hfopt.config.training_arguments import BATCH, trl_keys
-from hfopt.facts.trl_keys import RENAMED, TRAINERS, trl_parser_keys
+from hfopt.facts.training_keys import RENAMED, TRAINERS, trl_parser_keys
+
+_FAMILIES: tuple[tuple[str, str], ...] = (  # builder -> hub id; {} is the size as the Hub writes it
+    (r"llama2_(\d+b)", "meta-llama/Llama-2-{}-hf"),
+    (r"llama3_1_(\d+b)", "meta-llama/Llama-3.1-{}"),
+    (r"llama3_2_vision_(\d+b)", "meta-llama/Llama-3.2-{}-Vision-Instruct"),
+    (r"llama3_2_(\d+b)", "meta-llama/Llama-3.2-{}"),
+    (r"llama3_3_(\d+b)", "meta-llama/Llama-3.3-{}-Instruct"),
+    (r"llama3_(\d+b)", "meta-llama/Meta-Llama-3-{}"),
+    (r"mistral_(7b)", "mistralai/Mistral-{}-v0.1"),
+    (r"gemma2_(\d+b)", "google/gemma-2-{}"),
+    (r"gemma_(\d+b)", "google/gemma-{}"),
+    (r"qwen2_5_(\d+(?:_\d+)?b)(?:_instruct|_base)?", "Qwen/Qwen2.5-{}"),
+    (r"qwen2_(\d+(?:_\d+)?b)", "Qwen/Qwen2-{}"),
+    (r"qwen3_(\d+(?:_\d+)?b)(?:_instruct|_base)?", "Qwen/Qwen3-{}"),
+    (r"phi3_(mini)", "microsoft/Phi-3-{}-4k-instruct"),
+    (r"phi4_(14b)", "microsoft/phi-4"),
+)
+_BUILDER = re.compile(r"torchtune\.models\.[\w.]*?(?P<adapter>q?lora_)?(?P<model>(?:llama|mistral|gemma|qwen|phi)\w*)$")
+_SMALL_SIZES = ("llama-2", "gemma", "phi-3")  # families whose ids write the size in small letters
+
+
+def torchtune_words(data: Mapping[Any, Any]) -> tuple[str, str]:
+    """What it is, and what hfopt can say of it."""
+    model = data.get("model")
+    builder = str(model.get("_component_") or "") if isinstance(model, dict) else ""
+    match = _BUILDER.search(builder)
+    name = None if match is None else hub_id(match["model"])
+    batch, steps = (whole_number(data.get(key)) for key in ("batch_size", "gradient_accumulation_steps"))
+    trains = "" if not builder else f" that trains {builder.rsplit('.', 1)[-1]}" + (f" with batch {batch} × {steps or 1}" if batch else "")
+    what = f"a config of torchtune{trains}, whose training loop is its own: it is not planned"
+    if name is None:
+        return what, "hfopt plans configs of the HuggingFace Trainer, TRL, LLaMA-Factory and axolotl"
+    tokenizer = data.get("tokenizer")
+    length = whole_number(tokenizer.get("max_seq_len")) if isinstance(tokenizer, dict) else None
+    return what, f"the same model under the HuggingFace Trainer: hfopt estimate {name} --seq-len {length or 2048} --precision bf16"
+
+
+def hub_id(builder: str) -> str | None:
+    for pattern, name in _FAMILIES:
+        found = re.fullmatch(pattern, builder)
+        if found is not None:
+            size = found[1].replace("_", ".")
+            return name.format(size if name.split("/")[1].lower().startswith(_SMALL_SIZES) else size.upper())
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

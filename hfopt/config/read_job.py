@@ -19,16 +19,15 @@ from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
 from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model
 from hfopt.config.other_keys import unread
-from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of
+from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
-from hfopt.config.torchtune import torchtune_words
 from hfopt.config.trainer_kind import trainer_kind
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.translation import Translation, judge_translation
 from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
-from hfopt.facts.argument_versions import as_of
+from hfopt.facts.argument_effects import as_of
 from hfopt.facts.training_keys import Installed, installed
 from hfopt.redact import is_secret
 from hfopt.schema import Place, Problem, TrainerKind, TrainJob

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.lookup import Facts
-from hfopt.config.model_name import model_name
+from hfopt.config.lookup import Facts, model_name
 from hfopt.config.training_arguments import trl_keys
 from hfopt.facts.training_keys import installed
 from hfopt.schema import TrainerKind

@@ -100,7 +100,7 @@ BEFORE: dict[str, OldSpelling] = {
     "include_for_metrics": OldSpelling(key="include_inputs_for_metrics", values={("inputs",): True}),
 }
 
-# Keys that came after 4.40, for configs that are newer than the transformers that reads them (facts/argument_versions.py says since when).
+# Keys that came after 4.40, for configs that are newer than the transformers that reads them (facts/argument_effects.py says since when).
 NEWER: dict[str, str] = {
     "train_sampling_strategy": "group_by_length: true",
     "liger_kernel_config": "",

@@ -13,10 +13,10 @@ from typing import Any
 from hfopt.compat.versions import release
 from hfopt.config.argument_values import Severity, ValueVerdict, judge
 from hfopt.config.deepspeed_json import is_missing
-from hfopt.config.factory_rules import broken_rules
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import Facts
 from hfopt.config.model_and_data import Trainer
+from hfopt.config.other_keys import broken_rules
 from hfopt.config.other_tools import Dialect, is_llama_factory
 from hfopt.config.training_arguments import (
     ACCUMULATION,

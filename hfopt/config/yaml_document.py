@@ -1,7 +1,5 @@
 """A YAML document with the place of every key and value, read as PyYAML's safe loader reads it.
 
-A YAML document with the place of every key and value in its text.
-
 The tree of entries is as written, before merge keys are flattened: an entry knows where it stands, whether its value is an alias, and which
 mappings it merges. The data beside it is what PyYAML's safe loader makes of the same text.
 

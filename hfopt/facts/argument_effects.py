@@ -1,4 +1,8 @@
-"""No argument is passed over in silence: what each does to the figures, and what to say of those the figures do not show.
+"""What each argument does to the figures, and which versions of transformers know it: no argument is passed over in silence.
+
+Source of every row: `training_args.py`, `training_args_seq2seq.py` and `trainer_utils.py` of the last patch of each minor release from
+4.40 to 5.22, read by `training_keys.read`. A key without a row is in all of them. Kinds and defaults of keys that exist today are taken
+from the installed version; those of keys that are gone stand here.
 
 The table `argument_effects.toml` classes every field of the trainers' arguments; the classes of the installed versions are read from their
 sources, so that nothing is imported.
@@ -8,12 +12,134 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.facts.training_keys import Field, installed, trl_config
+from hfopt.compat.versions import release
+from hfopt.errors import ConfigError
+from hfopt.facts.training_keys import Field, Installed, installed, trl_config
+
+Minor = tuple[int, int]
+OLDEST, NEWEST = "4.40", "5.22"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The minor releases that have a key: from `since` (None: 4.40 has it) to `until` (None: 5.22 still has it)."""
+
+    since: str | None = None
+    until: str | None = None
+    field: Field | None = None  # of a key that the newest version no longer has
+
+    def covers(self, version: Minor) -> bool:
+        return release(self.since or OLDEST) <= version and (self.until is None or version <= release(self.until))
+
+
+def _until(last: str, kinds: str, default: object = None, *, since: str | None = None) -> Span:
+    return Span(since=since, until=last, field=Field(kinds=frozenset(kinds.split()), default=default))
+
+
+def _since(first: str) -> Span:
+    return Span(since=first)
+
+
+SPANS: dict[str, Span] = {
+    "adafactor": _until("4.57", "bool", False),
+    "dispatch_batches": _until("4.50", "bool none"),
+    "evaluation_strategy": _until("4.50", "str none"),
+    "fp16_backend": _until("4.57", "str", "auto"),
+    "fp16_opt_level": _until("4.57", "str", "O1"),
+    "fsdp_min_num_params": _until("4.57", "int", 0),
+    "fsdp_transformer_layer_cls_to_wrap": _until("4.57", "str none"),
+    "group_by_length": _until("5.1", "bool", False),
+    "half_precision_backend": _until("4.57", "str", "auto"),
+    "include_inputs_for_metrics": _until("4.57", "bool", False),
+    "include_tokens_per_second": _until("4.57", "bool", False),
+    "jit_mode_eval": _until("4.57", "bool", False),
+    "logging_dir": _until("5.14", "str none"),
+    "mp_parameters": _until("4.57", "str", ""),
+    "no_cuda": _until("4.57", "bool", False),
+    "overwrite_output_dir": _until("4.57", "bool", False),
+    "past_index": _until("4.57", "int", -1),
+    "per_gpu_eval_batch_size": _until("4.57", "int none"),
+    "per_gpu_train_batch_size": _until("4.57", "int none"),
+    "push_to_hub_model_id": _until("4.57", "str none"),
+    "push_to_hub_organization": _until("4.57", "str none"),
+    "push_to_hub_token": _until("4.57", "str none"),
+    "ray_scope": _until("4.57", "str none", "last"),
+    "save_safetensors": _until("4.57", "bool", True),
+    "split_batches": _until("4.50", "bool none"),
+    "torchdynamo": _until("4.57", "str none"),
+    "tp_size": _until("4.51", "int none", 0, since="4.50"),
+    "tpu_metrics_debug": _until("4.57", "bool", False),
+    "tpu_num_cores": _until("4.57", "int none"),
+    "use_ipex": _until("4.56", "bool", False),
+    "use_legacy_prediction_loop": _until("4.57", "bool", False),
+    "use_mps_device": _until("4.57", "bool", False),
+    "warmup_ratio": _until("5.14", "float int none", 0.0),
+    "average_tokens_across_devices": _since("4.46"),
+    "batch_eval_metrics": _since("4.41"),
+    "dataloader_in_order": _since("5.15"),
+    "dataloader_multiprocessing_context": _since("5.15"),
+    "ddp_static_graph": _since("5.6"),
+    "enable_jit_checkpoint": _since("5.0"),
+    "eval_on_start": _since("4.42"),
+    "eval_strategy": _since("4.41"),
+    "eval_use_gather_object": _since("4.43"),
+    "hub_revision": _since("4.53"),
+    "include_for_metrics": _since("4.46"),
+    "liger_kernel_config": _since("4.53"),
+    "parallelism_config": _since("4.56"),
+    "project": _since("4.57"),
+    "restore_callback_states_from_checkpoint": _since("4.41"),
+    "torch_empty_cache_steps": _since("4.43"),
+    "trackio_bucket_id": _since("5.6"),
+    "trackio_space_id": _since("4.57"),
+    "trackio_static_space_id": _since("5.6"),
+    "train_sampling_strategy": _since("5.2"),
+    "use_cache": _since("5.0"),
+    "use_liger_kernel": _since("4.45"),
+}
+
+OPTIMS: dict[str, Span] = {
+    "adamw_hf": Span(until="4.49"),
+    "adamw_apex_fused": Span(until="5.7"),
+    **dict.fromkeys(("adalomo", "lomo"), _since("4.42")),
+    **dict.fromkeys(("adamw_torch_4bit", "ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), _since("4.45")),
+    **dict.fromkeys(("grokadamw", "schedule_free_adamw", "schedule_free_sgd"), _since("4.45")),
+    **dict.fromkeys(("adamw_torch_8bit", "apollo_adamw", "apollo_adamw_layerwise", "schedule_free_radam"), _since("4.49")),
+    "stable_adamw": _since("4.54"),
+}
+
+
+def minor_of(text: str) -> Minor:
+    """'4.57' or '4.57.1' as its minor release; one that is not known here is refused."""
+    try:
+        minor = release(text)
+    except ValueError as error:
+        raise ConfigError(f"--for-transformers {text} is no version", hint="give one such as 4.57") from error
+    if not release(OLDEST) <= minor <= max(release(NEWEST), release(installed().version)):
+        raise ConfigError(
+            f"--for-transformers {text}: the keys of {OLDEST} to {NEWEST} are known", hint="install that version and plan there"
+        )
+    return minor
+
+
+@cache
+def as_of(text: str | None) -> Installed:
+    """The keys of that version; None is the installed one."""
+    present = installed()
+    if text is None or (minor := minor_of(text)) == release(present.version):
+        return present
+    fields = {key: field for key, field in present.fields.items() if key not in SPANS or SPANS[key].covers(minor)}
+    fields |= {key: span.field for key, span in SPANS.items() if span.field is not None and span.covers(minor)}
+    choices = [name for name in fields["optim"].choices if name not in OPTIMS or OPTIMS[name].covers(minor)]
+    choices += [name for name, span in OPTIMS.items() if span.covers(minor) and name not in choices]
+    fields["optim"] = replace(fields["optim"], choices=tuple(choices))
+    return Installed(version=text, fields=fields, seq2seq=present.seq2seq)
+
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -19,9 +19,8 @@ from typing import Literal
 from hfopt.compat.versions import TorchBuild
 from hfopt.hardware import catalog, nvml
 from hfopt.hardware.detect import detect
-from hfopt.hardware.installed_software import Probe, Software, installed, probe
+from hfopt.hardware.installed_software import Probe, Software, dotted, installed, missing_kernels, numbers, probe
 from hfopt.hardware.installed_software import problems as disagreements
-from hfopt.hardware.torch_kernels import dotted, missing_kernels, numbers
 from hfopt.schema import Gpu, Hardware, Problem
 from hfopt.units import GIB, format_bytes
 

@@ -1,4 +1,6 @@
-"""What there is to train on: the cards CUDA shows this process, those of other vendors, or a card that is named.
+"""What there is to train on: the cards CUDA shows this process, those of other vendors, a card that is named, and the host around them.
+
+A container on a 64-core machine with a quota of 4 has 4 cores; reading os.cpu_count() there starts sixteen times too many workers.
 
 Which of the machine's cards CUDA shows this process: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, read as the driver reads them.
 
@@ -9,8 +11,6 @@ Of MIG instances CUDA shows one process one; indices do not reach them while the
 
 Cards NVML does not know: AMD from the kernel's own files, Apple from the system, named as found and planned by memory only.
 
-What there is to train on: the cards CUDA would show this process, or a card named by the user, and the host.
-
 detect() imports neither torch nor any CUDA library: NVML says what is there, the catalog what it can do.
 """
 
@@ -19,16 +19,48 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hfopt.cgroup import CgroupLimits, cgroup_limits
 from hfopt.errors import HardwareError
 from hfopt.hardware import catalog, nvml
 from hfopt.hardware.catalog import PCIE_BYTES_PER_S_PER_LANE
-from hfopt.hardware.host import host
-from hfopt.schema import Gpu, Hardware
+from hfopt.schema import Gpu, Hardware, Host
 from hfopt.units import GIB, format_bytes
+
+
+def host() -> Host:
+    """Cores and memory this process may use."""
+    import psutil
+
+    memory = psutil.virtual_memory()
+    limits = cgroup_limits()
+    ram_bytes = min(memory.total, limits.ram_bytes or memory.total)
+    free_bytes = memory.available
+    if limits.ram_bytes is not None and limits.ram_bytes < memory.total:
+        free_bytes = min(free_bytes, max(0, limits.ram_bytes - (limits.ram_used_bytes or 0)))
+    return Host(cores=usable_cores(limits), ram_bytes=ram_bytes, ram_free_bytes=free_bytes, cpu_name=cpu_name())
+
+
+def usable_cores(limits: CgroupLimits) -> float:
+    """The smaller of the affinity mask and the quota; a quota may be a fraction of a core."""
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    return min(float(allowed), limits.cores or float(allowed))
+
+
+def cpu_name(root: Path = Path("/")) -> str | None:
+    try:
+        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model", "Hardware") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine() or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,6 @@
 
 What a planned run leaves in its output folder: `hfopt/plan.json`, `plan.txt` with the reasons, `config.yaml` as it trains.
 
-Before a Trainer trains: rank 0 plans from the live objects, every rank takes the plan, the monitor is put beside it.
-
 The random state, the arguments' identity and the model are the user's own: planning draws nothing, and values are set on the arguments
 the script already holds. A second `train()` of the same Trainer keeps what the first was given; each further Trainer is planned anew.
 """

@@ -2,8 +2,6 @@
 
 Allocated memory over the batch size as the upper envelope of straight lines: one per event, few of them ever highest.
 
-Peak memory as a function of the batch size, from one affine timeline.
-
 `peak(batch)` replays the timeline through the simulated allocator, exactly. `peaks(batches)` prices thousands of batch sizes at once:
 allocated memory is the upper envelope of affine functions (one per event, few of them on the hull), reserved memory is allocated × the
 ratio replayed at a few anchors, interpolated.

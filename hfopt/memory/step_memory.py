@@ -13,8 +13,6 @@ lazily):
 
 The kernels a training step loads add 18 MiB: the median over xMem's 84 runs of NVML's peak less the replayed reserved memory. A value
 measured on the card itself is better than this.
-
-Memory and kernels of a training step for any batch size, from one pair of traces.
 """
 
 from __future__ import annotations

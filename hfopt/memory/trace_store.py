@@ -17,15 +17,13 @@ from typing import Any
 from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve, WritingBytes
-from hfopt.memory.input_window import BatchInputs
 from hfopt.memory.layer_extrapolation import DepthCurve
 from hfopt.memory.lengths import Growth, VaryingLengths
 from hfopt.memory.per_sample import PerSampleTimeline, SampleMatch
-from hfopt.memory.rough_estimate import RoughStep, counted
-from hfopt.memory.state_bytes import ParameterCount, TrainedTensors
+from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors, counted
 from hfopt.memory.step_memory import Estimate, context_bytes, estimate
-from hfopt.memory.timeline import AffineFormula, Timeline
-from hfopt.model.model_facts import whole
+from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
+from hfopt.model.stored_workload import whole
 from hfopt.schema import GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
 from hfopt.store import Store, default_store
 from hfopt.trace.events import Trace, Where

@@ -1,6 +1,8 @@
-"""What one batch looks like: the inputs and labels of a model's kind and head, padded or laid end to end.
+"""What one batch looks like: the inputs and labels of a model's kind and head, from texts to boxes and time series.
 
-What one batch looks like: the right inputs and labels for a model's kind and head, of any batch size and length.
+Sources: transformers' modeling_patchtst.py and modeling_patchtsmixer.py (context_length × num_input_channels);
+modeling_time_series_transformer.py, modeling_informer.py and modeling_autoformer.py (the past is longer by the largest lag, and each
+moment has features).
 
 Values are harmless stand-ins (token 1, label 0, silence); only shapes, types and the padding of the attention mask matter. A padded batch
 has zeros in its mask, because kernels are chosen by that: its last sample is a quarter shorter than the longest.
@@ -15,15 +17,89 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hfopt.errors import WorkloadError
-from hfopt.model.detection import targets
-from hfopt.model.image_text import ImageTextSample, labels_of, repeated
-from hfopt.model.time_series import series
-from hfopt.schema import BatchShape, Task
+from hfopt.model.processors import blank_image, image_processor, readable
+from hfopt.model.vision_language import LARGEST_SIDE, ImageTextSample, labels_of, repeated
+from hfopt.schema import Assumption, BatchShape, DataSpec, Task
+
+BOXES = 10  # an image; COCO has 7.3 (Lin et al. 2014)
+PHOTO = (480, 640)  # COCO's usual image, where no size is stated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DetectionImage:
+    height: int  # as the model gets it
+    width: int
+    masked: bool  # padding is told in a pixel_mask
+    assumed: tuple[Assumption, ...] = ()
+
+
+def detection_image(config: Any, data: DataSpec, folder: Path | None) -> DetectionImage:
+    """A stated image_size is a square that all images are brought to; else the processor says what becomes of a usual photo."""
+    boxes = Assumption(what="boxes", value=f"{BOXES} an image", guessed=True)
+    side = data.image_size
+    if side is not None:
+        if not 1 <= side <= LARGEST_SIDE:
+            raise WorkloadError(f"images of {side} pixels a side cannot be made", hint=f"state an image_size from 1 to {LARGEST_SIDE}")
+        size = Assumption(what="image", value=f"{side} × {side} pixels", settle="image_size")
+        return DetectionImage(height=side, width=side, masked=True, assumed=(size, boxes))
+    with readable(config):
+        images = image_processor(config, folder, {"size": dict(data.edges)} if data.edges else None)
+        if images is None:
+            raise WorkloadError(f"the size of images for a {config.model_type} model is not known", hint="state image_size in the YAML")
+        found = images(images=[blank_image(*PHOTO)], return_tensors="pt")
+    height, width = found["pixel_values"].shape[-2:]
+    made = f"{PHOTO[0]} × {PHOTO[1]} pixels, {height} × {width} after the processor"
+    size = Assumption(what="image", value=made, guessed=data.edges is None, settle="image_size")
+    return DetectionImage(height=height, width=width, masked="pixel_mask" in found, assumed=(size, boxes))
+
+
+def targets(samples: int) -> list[dict[str, torch.Tensor]]:
+    """Boxes as center, width and height in shares of the image, as transformers' processors make them."""
+    box = torch.tensor([0.5, 0.5, 0.2, 0.2])
+    return [{"class_labels": torch.zeros(BOXES, dtype=torch.long), "boxes": box.repeat(BOXES, 1)} for _ in range(samples)]
+
+
+def lengths(config: Any) -> tuple[int, int]:
+    """How many moments of the past a sample has, and how many of the future."""
+    past = int(config.context_length) + max(getattr(config, "lags_sequence", None) or (0,))
+    return past, int(getattr(config, "prediction_length", None) or 1)
+
+
+def series(config: Any, model_class: str, accepts: frozenset[str], samples: int) -> dict[str, Any]:
+    past, future = lengths(config)
+    channels = getattr(config, "num_input_channels", None)
+    width: tuple[int, ...] = () if channels is None and getattr(config, "input_size", 1) == 1 else (channels or config.input_size,)
+    shapes = {
+        "past_values": (samples, past, *width),
+        "past_observed_mask": (samples, past, *width),
+        "future_values": (samples, future, *width),
+        "past_time_features": (samples, past, getattr(config, "num_time_features", 0)),
+        "future_time_features": (samples, future, getattr(config, "num_time_features", 0)),
+    }
+    batch: dict[str, Any] = {name: torch.ones(shape) for name, shape in shapes.items() if name in accepts and 0 not in shape}
+    if "num_input_channels" in dir(config):
+        batch.pop("past_observed_mask", None)  # made by the model, where all is observed
+    kinds, reals = (int(getattr(config, f"num_static_{name}_features", None) or 0) for name in ("categorical", "real"))
+    if kinds and "static_categorical_features" in accepts:
+        batch["static_categorical_features"] = torch.zeros((samples, kinds), dtype=torch.long)
+    if reals and "static_real_features" in accepts:
+        batch["static_real_features"] = torch.ones((samples, reals))
+    if "target_values" in accepts:
+        batch["target_values"] = _target(config, model_class, samples)
+    return batch
+
+
+def _target(config: Any, model_class: str, samples: int) -> torch.Tensor:
+    if "Classification" in model_class:
+        return torch.zeros(samples, dtype=torch.long)
+    return torch.ones(samples, int(getattr(config, "num_targets", 1)))
+
 
 Batch = dict[str, Any]
 

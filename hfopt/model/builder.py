@@ -8,8 +8,6 @@ put on that skeleton. Then parameters become what the caller's context asks for.
 parameters (which peft and the fake mode both hold) never get in the way. A real build runs the model's own initialisation.
 
 Which parameters train: LoRA and DoRA adapters through peft, and frozen modules.
-
-How a model is put together: configuration → class with its head → packed weights → frozen parts → adapters.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.heads import Head
 from hfopt.model.losses import REFERENCE
-from hfopt.model.parts import freeze_parts, modules_of_parts
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
 from hfopt.model.trl_trainer import TrlSetup
+from hfopt.model.vision_language import freeze_parts, modules_of_parts
 from hfopt.schema import Assumption, Lora, ModelPart, ModelSpec, Task
 
 

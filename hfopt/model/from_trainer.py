@@ -2,8 +2,6 @@
 
 Copies of a live model, with or without its weights, together with the modules its Trainer keeps beside it.
 
-The same workload from a live Trainer: its model without the weights, its collator on its longest samples, its own loss.
-
 Nothing of the trainer changes: the model's structure is copied with every parameter on the meta device, methods are called on a shallow
 copy of the trainer, and the random state is put back. A real build copies the weights too.
 """
@@ -22,12 +20,20 @@ from torch import nn
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
 from hfopt.model.builder import build_here, checkpoint_dtype, repeated_blocks
-from hfopt.model.collated import Collated, collator_of
 from hfopt.model.heads import task_of_class
 from hfopt.model.losses import BATCH_DEPENDENT, carry, companions, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
 from hfopt.model.sample_shape import size_batch
-from hfopt.model.samples import Samples, generated_batches, generates, longest_samples, same_random_state, token_count
+from hfopt.model.samples import (
+    Collated,
+    Samples,
+    collator_of,
+    generated_batches,
+    generates,
+    longest_samples,
+    same_random_state,
+    token_count,
+)
 from hfopt.schema import Assumption, BatchShape, DataSpec, LengthSpread, Task, Workload
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"

@@ -16,7 +16,7 @@ from typing import Any
 
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
-from hfopt.model.word_tokenizer import WordTokenizer
+from hfopt.model.trl_samples import WordTokenizer
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _CHECKPOINT_PIXELS = {  # min_pixels and max_pixels of the published preprocessor_config.json, where they are not the class's defaults

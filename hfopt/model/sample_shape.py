@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import WorkloadError
-from hfopt.model.detection import detection_image
-from hfopt.model.image_text import WORDS, ImageTextSample, image_text_sample
-from hfopt.model.time_series import lengths
+from hfopt.model.batch import detection_image, lengths
+from hfopt.model.vision_language import WORDS, ImageTextSample, image_text_sample
 from hfopt.schema import Assumption, BatchShape, DataSpec, Task
 
 TEXT_LENGTH = 512

@@ -1,4 +1,4 @@
-"""The longest samples of a dataset, and the batches of trainers that write their own samples (GRPO, RLOO).
+"""The longest samples of a dataset, a trainer's own collator on them, and batches of trainers that write their samples (GRPO, RLOO).
 
 The longest samples of a dataset, found without using it up and without a trace in the random state.
 
@@ -6,18 +6,17 @@ Lengths come from the arrow column of token ids, all of it, when there is one; e
 time limit. Of a stream of `datasets`, which begins anew for every reader, the first few are read, and trusted only if they are all of one
 length. Any other dataset that can only be read in order is left alone.
 
-Batches of trainers that write their own samples (GRPO, RLOO): prompts of the data, completions of the longest length asked for.
-
 A batch is what the trainer hands to its `compute_loss` after generating and scoring: token ids and masks of prompts and completions, one
 advantage each, and the reference's log-probabilities where a KL term needs them. Generation itself is not in the traced step.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,37 @@ import torch
 
 from hfopt.errors import WorkloadError
 from hfopt.model.builder import unfaked
+from hfopt.model.losses import apart
 from hfopt.schema import BatchShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collated:
+    collate: Callable[[list[Any]], Any]
+    samples: Samples
+
+    def __call__(self, count: int) -> dict[str, Any]:
+        if count < 1:
+            raise WorkloadError(f"a batch of {count} samples cannot be made", hint="the smallest batch size is 1")
+        with same_random_state(), unfaked():
+            return dict(self.collate([copy.copy(sample) for sample in self.samples.batch_of(count)]))
+
+
+def collator_of(trainer: Any) -> Callable[[list[Any]], Any]:
+    """What makes a batch of samples in training: its collator, without the columns the model does not take. Draws leave no trace."""
+    from transformers import Trainer
+
+    beside = apart(trainer)
+    collate = beside.data_collator
+    if type(trainer).get_train_dataloader is Trainer.get_train_dataloader:  # one of its own may remove none (sentence-transformers)
+        collate = beside._get_collator_with_removed_columns(collate)
+
+    def collated(samples: list[Any]) -> Any:
+        with same_random_state():
+            return collate(samples)
+
+    return collated
+
 
 _MOST_SAMPLES = 1024
 _TIME_LIMIT_S = 2.0

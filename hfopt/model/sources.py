@@ -17,8 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hfopt.errors import UnknownModelError, WorkloadError
-from hfopt.model.known_models import Architecture, find, find_under_any_owner, near_names
-from hfopt.model.lookalikes import likeliest, same_numbers
+from hfopt.model.known_models import Architecture, find, find_under_any_owner, likeliest, near_names, same_numbers
 from hfopt.schema import ModelSpec
 
 _HUB_TIMEOUT_S = 5

@@ -1,4 +1,4 @@
-"""The facts of a job's workload, kept on disk: what a second question about the same job needs of its model, without building it.
+"""What planning reads of a model besides its traces: plain facts, kept on disk, so that a second question builds no model.
 
 The key is all that the workload is made from: the model's configuration as it was found (with the small files beside it), what the YAML
 says of model and data, the trainer, and TRL's arguments where TRL makes the batches. Models with code of their own are not kept: the code
@@ -14,11 +14,59 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.model.model_facts import read_facts, sample_facts
 from hfopt.model.sources import find_config, is_reference, stated_model
 from hfopt.schema import Assumption, BatchShape, ConfigFacts, LengthSpread, TrainJob, Workload
 from hfopt.store import Store
 from hfopt.typed_json import NotPlainError, from_json, to_json
+
+
+def facts_of(workload: Workload) -> ConfigFacts:
+    return workload.facts or read_facts(workload)
+
+
+def whole(workload: Workload) -> Workload:
+    """The workload with its model: built now where only its facts were kept."""
+    return workload if workload.remake is None else workload.remake()
+
+
+def read_facts(workload: Workload) -> ConfigFacts:
+    """Off the model's configuration, where it has one. Of a sample nothing is said: `sample_facts` does."""
+    config = workload.config
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    inner: Any = getattr(config, "text_config", None) or config
+    hidden = getattr(inner, "hidden_size", None) or max(getattr(inner, "hidden_sizes", None) or [0])
+    model_type = getattr(config, "model_type", None)
+    return ConfigFacts(
+        model_type=model_type if isinstance(model_type, str) else None,
+        hidden_size=int(hidden) or None,
+        layers=_whole_number(text, "num_hidden_layers"),
+        heads=_whole_number(text, "num_attention_heads"),
+        key_value_heads=_whole_number(text, "num_key_value_heads"),
+        head_size=_whole_number(text, "head_dim"),
+        width=_whole_number(text, "hidden_size"),
+        vocabulary=_whole_number(text, "vocab_size"),
+        tied_head=bool(getattr(text, "tie_word_embeddings", False)),
+    )
+
+
+def _whole_number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
+
+def sample_of(workload: Workload) -> tuple[int, bool]:
+    """The same as `sample_facts`, kept or read off a batch of one."""
+    facts = workload.facts
+    if facts is not None and facts.sample_bytes is not None:
+        return facts.sample_bytes, facts.spectrogram
+    return sample_facts(workload.make_batch(1))
+
+
+def sample_facts(sample: dict[str, Any]) -> tuple[int, bool]:
+    """The bytes of a sample's tensors, and whether sound comes as a spectrogram."""
+    size = sum(value.numel() * value.element_size() for value in sample.values() if hasattr(value, "element_size"))
+    return size, "input_features" in sample or any(getattr(value, "dim", int)() > 2 for value in sample.values())
+
 
 _PLAIN = (
     *("name", "model_class", "task", "shape", "parameters", "trainable_parameters", "layers", "tokens_per_sample", "checkpointable"),

@@ -1,13 +1,104 @@
-"""Samples of every kind TRL trains on, of a stated length, and a tokenizer that makes one token of each word.
+"""Samples of every kind TRL trains on, of a stated length, and a tokenizer without a vocabulary that makes one token of each word.
+
+A model's processor needs a tokenizer to turn images into placeholder tokens, and a config.json comes without one. How many placeholders
+there are does not depend on the words. `ids_for` says which of the model's own ids the tags stand for.
 
 They are text, so that TRL's own preparation (its end of sequence, its truncation, its packing) turns them into what its collator takes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+WORD = 1
+_TAG = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+_FIRST_TAG = 1_000_000_000  # no vocabulary is so large
+
+
+class _Encoding(BatchEncoding):  # type: ignore[misc]
+    """With the places of characters, which processors of tiled images ask for."""
+
+    spans: list[list[tuple[int, int]]]
+
+    def char_to_token(self, batch_or_char_index: int, char_index: int | None = None, sequence_index: int = 0) -> int | None:
+        row, char = (0, batch_or_char_index) if char_index is None else (batch_or_char_index, char_index)
+        return next((place for place, (start, end) in enumerate(self.spans[row]) if start <= char < end), None)
+
+
+class WordTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]
+    """Any `x_token` a processor asks it for exists, and is the tag `<x_token>`."""
+
+    vocab_files_names: Mapping[str, str] = {}
+    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self._tags: dict[str, int] = {}
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.endswith("_token_id"):
+            return self.convert_tokens_to_ids(f"<{name.removesuffix('_id')}>")
+        if name.endswith("_token"):
+            return f"<{name}>"
+        raise AttributeError(name)
+
+    def __len__(self) -> int:
+        return _FIRST_TAG
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        if isinstance(tokens, (list, tuple)):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        return None if tokens is None else self._tags.setdefault(str(tokens), _FIRST_TAG + len(self._tags))
+
+    def add_special_tokens(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def add_tokens(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(self._tags)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [token for token, _ in self._split(text)]
+
+    def __call__(self, text: Any = None, return_tensors: str | None = None, **_: Any) -> BatchEncoding:
+        rows = [self._split(row) for row in ([text] if isinstance(text, str) else text)]
+        ids = [[token for token, _ in row] for row in rows]
+        masks = [[1] * len(row) for row in rows]
+        data = {"input_ids": ids[0], "attention_mask": masks[0]} if isinstance(text, str) else {"input_ids": ids, "attention_mask": masks}
+        encoding = _Encoding(data, tensor_type=return_tensors)
+        encoding.spans = [[span for _, span in row] for row in rows]
+        return encoding
+
+    def _split(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+        found = []
+        for match in re.finditer(rf"{_TAG.pattern}|[^\s<\[]+|\S", text):
+            token = self.convert_tokens_to_ids(match.group()) if _TAG.fullmatch(match.group()) else WORD
+            found.append((token, match.span()))
+        return found
+
+    def ids_for(self, processor: Any, config: Any) -> dict[int, int]:
+        """Tag → id: a tag that the tokenizer or the processor calls `image_token` is the config's `image_token_id`; others are words."""
+        names = {f"<{name}>": name for name in (tag.strip("<>") for tag in self._tags) if name.endswith("_token")}
+        for name, tag in vars(processor).items():
+            if name.endswith("_token") and isinstance(tag, str):
+                names.setdefault(tag, name)
+        return {number: _id_of(config, names.get(tag)) for tag, number in self._tags.items()}
+
+
+def _id_of(config: Any, name: str | None) -> int:
+    """`image_token_id`, or `image_token_index` as older configs call it."""
+    if name is None:
+        return WORD
+    found = next((value for key in (f"{name}_id", f"{name}_index") if isinstance(value := getattr(config, key, None), int)), None)
+    return WORD if found is None else found
+
 
 _WORD = "a"
 _WORDS = ("<pad>", "<eos>", "<unk>", _WORD)

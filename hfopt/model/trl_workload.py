@@ -8,9 +8,8 @@ from importlib import metadata
 from typing import Any
 
 from hfopt.model.batch import Unpadded
-from hfopt.model.collated import Collated, collator_of
 from hfopt.model.sample_shape import SFT_LENGTH, position_limit
-from hfopt.model.samples import Generated, Samples
+from hfopt.model.samples import Collated, Generated, Samples, collator_of
 from hfopt.model.trl_samples import SampleSize
 from hfopt.model.trl_trainer import TrlClasses, TrlSetup, trl_classes
 from hfopt.schema import GENERATING, DataSpec

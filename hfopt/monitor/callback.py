@@ -15,8 +15,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from hfopt.monitor import metrics
-from hfopt.monitor.alerts import OnFinding, sender
 from hfopt.monitor.fault_guard import Faults, harmless, to_stderr
+from hfopt.monitor.metrics import OnFinding, sender
 from hfopt.monitor.model_inputs import flops_per_token
 from hfopt.monitor.session import Options, Training, WatchSession
 from hfopt.monitor.step_clock import Event

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import LogError
-from hfopt.monitor.log import NAME, read
-from hfopt.monitor.log_entries import check, checked
+from hfopt.monitor.log import NAME, check, checked, read
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.window import merge
 from hfopt.schema import Phases, Window

@@ -82,7 +82,7 @@ class TrainingPlace:
 
 
 def find_place(args: Any) -> TrainingPlace:
-    from hfopt.hardware.host import host
+    from hfopt.hardware.detect import host
 
     uuids, cores = torch_uuids(args), host().cores
     if not uuids:

@@ -43,7 +43,7 @@ class Onlooker:
     """`look()` gives what the live file of a monitored run would hold."""
 
     def __init__(self, pid: int, *, first_wait_s: float = 0.5) -> None:
-        from hfopt.hardware.host import host
+        from hfopt.hardware.detect import host
 
         try:
             process = psutil.Process(pid)

@@ -1,7 +1,5 @@
 """Where the seconds of training go, and where ranks meet, from the times of the Trainer's callbacks alone.
 
-Where the seconds of training go, from the times of the Trainer's callbacks alone: no sync, no collective, no wrapper.
-
 transformers (4.51 and 5.x alike) fetches the whole accumulation window, then calls on_step_begin, so the time from the last event of the
 step before (step end, log, evaluation, save) to on_step_begin is the wait for data. The first step of a train() (lazy allocations, worker
 start, skipping to the place of a resume) is left out of every window.

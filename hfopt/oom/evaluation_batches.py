@@ -12,7 +12,7 @@ from typing import Any
 
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import Rule
-from hfopt.oom import device_memory, loss_weights, record, replay, split_batch
+from hfopt.oom import device_memory, record, replay, split_batch
 from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
@@ -122,10 +122,10 @@ class ProtectedEvaluation:
         self.pieces.counters.restore(before)
         replay.restore(drawn)
 
-    def _tried(self, inputs: Any, size: int, loss_of: loss_weights.LossOf) -> Rule | Refusal:
+    def _tried(self, inputs: Any, size: int, loss_of: split_batch.LossOf) -> Rule | Refusal:
         if loss_of(split_batch.take(inputs, [0], size)) is None:  # prediction without labels: there is no loss to put together
             return Rule(name="samples", settled=True)
-        return loss_weights.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_rule.MEANS, "sum"))
+        return split_batch.find_rule(inputs, size, self.pieces.loss_shape(inputs), loss_of, (*loss_rule.MEANS, "sum"))
 
 
 def protected(trainer: Any, guard: Any) -> Any:

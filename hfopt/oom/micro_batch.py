@@ -16,7 +16,7 @@ import torch
 from hfopt.compat import tf32_is_on
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import MEANS, LossShape, Rule, RuleName
-from hfopt.oom import loss_weights, replay, split_batch
+from hfopt.oom import replay, split_batch
 from hfopt.oom.replay import Counters
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
@@ -155,7 +155,7 @@ class Pieces:
         """Why this micro-batch cannot be run in pieces; settles the rule on the way."""
         size = self.size(inputs)
         bare = self._accelerator.unwrap_model(model)
-        refused = loss_weights.structural_refusal(bare, self.trainer) or split_batch.why_not(inputs, size)
+        refused = split_batch.structural_refusal(bare, self.trainer) or split_batch.why_not(inputs, size)
         if refused is not None or size is None or size == 1 or (self.rule is not None and self.rule.settled):
             return refused
         found = self.find_rule(model, inputs, num_items, size)
@@ -165,7 +165,7 @@ class Pieces:
         bare = self._accelerator.unwrap_model(model)
         try:
             with self._without_a_trace(bare):
-                found = loss_weights.find_rule(
+                found = split_batch.find_rule(
                     inputs, size, self.loss_shape(inputs), self._loss_of(bare, num_items), self._expected(num_items)
                 )
         except torch.OutOfMemoryError:
@@ -201,7 +201,7 @@ class Pieces:
             self.counters.restore(before)
             replay.restore(state)
 
-    def _loss_of(self, bare: Any, num_items: Any) -> loss_weights.LossOf:
+    def _loss_of(self, bare: Any, num_items: Any) -> split_batch.LossOf:
         def loss_of(inputs: Inputs) -> float | None:
             prepared = self.trainer._prepare_inputs(split_batch.shallow_copy(inputs))
             with self.trainer.compute_loss_context_manager():

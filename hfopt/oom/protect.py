@@ -2,8 +2,6 @@
 
 What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last.
 
-`protect(trainer)`: when memory runs out, the same step again in smaller pieces, inside the step.
-
 The Trainer fetches all micro-batches of an optimizer step before it runs the first (`get_batch_samples`) and runs each with
 `training_step`. Both are wrapped on the trainer object. When a micro-batch fails, the error is let go (its traceback holds the tensors),
 the gradients are dropped, memory is cleared, the random generators are set back to the window's start, and the window is run again from
@@ -28,13 +26,12 @@ from hfopt.errors import HfoptError
 from hfopt.facts import oom_errors
 from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, replay, split_batch
-from hfopt.oom.forward_state import ForwardState
-from hfopt.oom.loss_weights import structural_refusal
 from hfopt.oom.micro_batch import CannotCut, Pieces
 from hfopt.oom.next_settings import Fit
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
 from hfopt.oom.record import Settings, Sink, Supervisor
-from hfopt.oom.replay import AccumulationWindow
+from hfopt.oom.replay import AccumulationWindow, ForwardState
+from hfopt.oom.split_batch import structural_refusal
 from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import FallbackEvent, MemoryModel, OomSeen, ReplanStep
 

@@ -1,19 +1,23 @@
-"""Cutting the inputs of one micro-batch into smaller ones, row by row, or saying by name why that cannot be done.
+"""Whether and how a micro-batch may be cut into smaller ones without changing the training, or by name why it cannot.
 
 A value that runs over the samples is cut: a tensor or array whose first dimension is the batch, a list of one entry per sample, and what
 is nested in dicts, lists and tuples. What is the same for all samples (numbers, strings, scalars, None) is passed on. Anything else, such
 as the offsets of packed sequences or patches of all images in one row, is ragged: where one sample ends is known to the model alone.
+
+The rules are those of `facts.loss_rule`. What two samples in evaluation mode cannot show (batch statistics, optimizers that step inside
+backward) is looked for in the model.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hfopt.facts.loss_rule import LossShape, Rule, RuleName, counted, explains, over_the_batch
 from hfopt.oom.step_down import Refusal
 
 Inputs = Any  # a dict, BatchEncoding or BatchFeature
@@ -133,3 +137,48 @@ def versions(inputs: Inputs) -> tuple[int, ...]:
     if not isinstance(inputs, Mapping):
         return ()
     return tuple(value._version for value in inputs.values() if isinstance(value, torch.Tensor) and not value.is_inference())
+
+
+LossOf = Callable[[Inputs], float | None]
+
+
+def find_rule(inputs: Inputs, size: int, shape: LossShape, loss_of: LossOf, expected: Sequence[RuleName]) -> Rule | Refusal:
+    """The first of the expected rules that explains the loss of two samples."""
+    pair = _two_unlike_samples(inputs, size, shape)
+    both = take(inputs, pair, size)
+    alone = [take(inputs, [row], size) for row in pair]
+    whole, losses = loss_of(both), [loss_of(piece) for piece in alone]
+    values = [loss for loss in losses if loss is not None]
+    if whole is None or len(values) < len(losses):
+        return Refusal(name="no_loss", reason="the loss is not one number per micro-batch")
+    possible = [name for name in expected if explains(name, whole, values, alone, shape)]
+    if not possible:
+        return Refusal(
+            name="contrastive", reason="the loss of two samples is neither the sum nor the mean of their own losses", batch_bound=True
+        )
+    return Rule(name=possible[0], settled=len(possible) == 1)
+
+
+def _two_unlike_samples(inputs: Inputs, size: int, shape: LossShape) -> list[int]:
+    """Rows with as different numbers of labels as there are, so that the rules differ most."""
+    counts = [counted(take(inputs, [row], size), shape, shifted=shape.shifted) or 0 for row in range(size)]
+    few = min((row for row in range(size) if counts[row]), key=lambda row: counts[row], default=0)
+    many = max((row for row in range(size) if row != few), key=lambda row: counts[row])
+    return sorted([few, many])
+
+
+def structural_refusal(model: torch.nn.Module, trainer: Any) -> Refusal | None:
+    """What makes pieces differ from the whole although their losses add up."""
+    for name, module in over_the_batch(model):
+        if module.training:
+            return Refusal(name="batch_norm", reason=f"{name} ({type(module).__name__}) takes statistics over the batch", batch_bound=True)
+    config = getattr(model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        return Refusal(name="expert_balance", reason="the balance loss of the experts is taken over the batch", batch_bound=True)
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        return Refusal(name="step_in_backward", reason="the optimizer steps inside backward, so the weights have moved", batch_bound=True)
+    if "lomo" in str(getattr(trainer.args, "optim", "")):
+        return Refusal(name="step_in_backward", reason="LOMO steps inside backward, so the weights have moved", batch_bound=True)
+    if trainer.args.n_gpu > 1:
+        return Refusal(name="data_parallel", reason="torch.nn.DataParallel averages over its replicas; use torchrun")
+    return None

@@ -1,7 +1,5 @@
 """After an out-of-memory error: the next step down, always at the same effective batch, and how long it lasts.
 
-After an OOM: the next step down, always at the same effective batch.
-
 The order goes from cheap to dear: the same size once more when memory was only fragmented; the largest divisor of the batch that should
 fit; gradient checkpointing; a restart with settings a running process cannot take; and last the smallest change that would fit, in words.
 

@@ -25,8 +25,7 @@ from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.evaluation_choice import first_evaluation
-from hfopt.planner.first_answer import first_answer
-from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
+from hfopt.planner.nothing_fits import WOULD_FIT, Rescue, first_answer
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, from_file
 from hfopt.planner.result import Plan

@@ -21,7 +21,7 @@ from hfopt.compat.transformers_patches import default_optim
 from hfopt.compat.versions import release, source_folder
 from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
-from hfopt.model.model_facts import facts_of
+from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.grpo import batch_rule
 from hfopt.planner.request import Request, Subject

@@ -1,25 +1,34 @@
-"""One job, many cards: the traces are shared, only memory budgets and speeds differ, so each further card costs milliseconds.
+"""One job, many cards: shared traces, so that each further card costs milliseconds, and which card to rent for speed, cost or energy.
 
 Kernels and allocations depend on the card only through its compute capability; cards whose capabilities choose alike share a trace.
+
+and which cards no other beats in both speed and cost (the Pareto front).
+
+Two cards are told apart where their ratio is larger than what eight of ten such ratios were met within. Prices are known, so a cost is as
+unsure as the speed; energy is speed and power, so the power rule's own error is added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
-from hfopt.hardware.prices import RentalOffer, cheapest
+from hfopt.hardware.prices import HF_JOBS, RentalOffer, cheapest
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.device_figures import with_host
 from hfopt.planner.request import USE_CPU, Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.schema import Assumption
+from hfopt.speed.device_speed import cards_error, efficiency, limits
 from hfopt.store import default_store
+from hfopt.units import format_percent, format_rate, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,3 +136,151 @@ def _run_s(subject: Subject, made: Plan) -> float | None:
     if count is None:
         return None
     return settings.epochs * count / time.samples_per_s
+
+
+Aim = Literal["speed", "cost", "energy"]
+Verdict = Literal["yes", "close", "no"]
+JOB_IMAGE = "huggingface/trl"
+"""TRL's own image has torch, transformers and TRL (huggingface.co/docs/trl/jobs_training)."""
+_TIMEOUT_MARGIN = 1.5  # of the longest likely run: loading, evaluation and saving are not in it
+_MOST_NAMED = 5
+_NEEDED = "the config does not say how long the run is"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Winner:
+    """The best card for one aim, and those that may be as good for all the prediction can say."""
+
+    aim: Aim
+    row: Row
+    equal: tuple[Row, ...]
+    error: float
+
+    @property
+    def words(self) -> str:
+        title = {"speed": "fastest", "cost": "cheapest", "energy": "least energy"}[self.aim]
+        names = [row.card for row in self.equal[:_MOST_NAMED]]
+        if len(self.equal) > len(names):
+            names.append(f"{len(self.equal) - len(names)} more")
+        listed = "" if not names else names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        same = f"; {listed} cannot be told apart (8 of 10 such ratios are met within {format_percent(self.error)})" if names else ""
+        return f"{title}: {self.row.card}, {_figure(self.row, self.aim)}{same}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What the run may cost and how long it may take; None: no limit."""
+
+    budget_usd: float | None = None
+    deadline_s: float | None = None
+
+    def verdict(self, row: Row) -> Verdict:
+        """Whether the row keeps both: `close` where the range of the prediction reaches across a limit."""
+        error = 0.0 if row.plan is None else row.plan.facts.after.time.rate_error or 0.0
+        pairs = ((row.cost, self.budget_usd), (row.run_s, self.deadline_s))
+        asked = [(value, limit) for value, limit in pairs if limit is not None]
+        if row.plan is None or any(value is None for value, _ in asked):
+            return "no"
+        ranges = [(limits(value, error), limit) for value, limit in asked if value is not None]
+        if all(high <= limit for (_, high), limit in ranges):
+            return "yes"
+        return "no" if any(low > limit for (low, _), limit in ranges) else "close"
+
+    def why_not(self, row: Row) -> str | None:
+        """'over the budget' where the row breaks a limit; None where it keeps them, as far as can be told."""
+        if row.plan is None or self.verdict(row) == "yes":
+            return None
+        if self.budget_usd is not None and row.cost is None:
+            return "no price"
+        if self.verdict(row) == "close":
+            return "too close to call"
+        error = row.plan.facts.after.time.rate_error or 0.0
+        late = self.deadline_s is not None and row.run_s is not None and limits(row.run_s, error)[0] > self.deadline_s
+        return "too late" if late else "over the budget"
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """A limit needs the length of the run, and a budget a price."""
+        option = "--budget" if self.budget_usd is not None else "--deadline" if self.deadline_s is not None else None
+        if option is not None and not any(row.run_s is not None for row in rows if row.plan is not None) and any(row.plan for row in rows):
+            raise ConfigError(f"{option}: {_NEEDED}", hint="add --samples N, or max_steps in the config")
+
+
+def winners(rows: Sequence[Row], kept: Limits) -> tuple[Winner, ...]:
+    """For each aim that has figures: the best of the rows that may keep the limits; () where there is nothing to compare."""
+    compared = [row for row in rows if row.plan is not None]
+    able = [row for row in compared if kept.verdict(row) != "no"]
+    energy_error = math.hypot(cards_error(), float(efficiency()["ranges"]["unseen_card"]))
+    aims: tuple[tuple[Aim, Callable[[Row], float | None], float], ...] = (
+        ("speed", lambda row: 1 / row.samples_per_s if row.samples_per_s else None, cards_error()),
+        ("cost", lambda row: row.usd_per_million, cards_error()),
+        ("energy", lambda row: row.kwh_per_million, energy_error),
+    )
+    found = []
+    for aim, measure, error in aims:
+        ranked = sorted(((value, row) for row in able if (value := measure(row)) is not None), key=lambda item: item[0])
+        if not ranked or len(compared) < 2:
+            continue
+        best = ranked[0][0]
+        equal = tuple(row for value, row in ranked[1:] if value <= best * (1 + error))
+        found.append(Winner(aim=aim, row=ranked[0][1], equal=equal, error=error))
+    return tuple(found)
+
+
+def ordered(rows: Sequence[Row], aim: Aim) -> tuple[Row, ...]:
+    """The best first; those without the figure after them, those that do not fit last."""
+    measures: dict[Aim, Callable[[Row], float | None]] = {
+        "speed": lambda row: None if row.samples_per_s is None else -row.samples_per_s,
+        "cost": lambda row: row.usd_per_million,
+        "energy": lambda row: row.kwh_per_million,
+    }
+
+    def place(row: Row) -> tuple[bool, bool, float]:
+        value = measures[aim](row)
+        return row.plan is None, value is None, value or 0.0
+
+    return tuple(sorted(rows, key=place))
+
+
+def front(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """The cards with a price of which no other is as fast and as cheap, and better in one of both."""
+    able = [row for row in rows if row.samples_per_s is not None and row.usd_per_million is not None]
+    return tuple(row for row in able if not any(_beats(other, row) for other in able))
+
+
+def _beats(other: Row, row: Row) -> bool:
+    speed, cost = (other.samples_per_s or 0, row.samples_per_s or 0), (other.usd_per_million or 0, row.usd_per_million or 0)
+    return speed[0] >= speed[1] and cost[0] <= cost[1] and (speed[0] > speed[1] or cost[0] < cost[1])
+
+
+def job_command(row: Row, config: Path, command: str | None = None) -> tuple[str, ...]:
+    """The shell lines that start this row's run on HF Jobs; () where its offer is another provider's."""
+    if row.offer is None or row.offer.key != HF_JOBS or row.plan is None:
+        return ()
+    flavor = row.offer.product
+    planned = f"{config.stem}.{flavor}{config.suffix}"
+    folder = shlex.quote(str(config.parent) if str(config.parent) != "." else ".")
+    engine = row.plan.started_with(planned).facts.engine
+    inside = command or (engine.commands[0] if engine is not None and engine.commands else f"python train.py {shlex.quote(planned)}")
+    timeout = f" --timeout {_timeout_hours(row)}h" if row.run_s is not None else ""
+    cards = f" --num-gpus {row.cards}" if row.cards > 1 else ""
+    return (
+        f"hfopt plan {shlex.quote(str(config))} --gpu {shlex.quote(row.card)}{cards} -o {shlex.quote(str(config.parent / planned))}",
+        f"hf jobs run --flavor {flavor}{timeout} --secrets HF_TOKEN -v {folder}:/work:rw {JOB_IMAGE} "
+        f"bash -c {shlex.quote(f'cd /work && {inside}')}",
+    )
+
+
+def _timeout_hours(row: Row) -> int:
+    assert row.plan is not None and row.run_s is not None
+    longest_s = row.run_s * (1 + (row.plan.facts.after.time.rate_error or 0.0)) * _TIMEOUT_MARGIN
+    return max(1, math.ceil(longest_s / 3600))
+
+
+def _figure(row: Row, aim: Aim) -> str:
+    if aim == "speed":
+        return format_rate(row.samples_per_s or 0.0, "samples") + ("" if row.run_s is None else f", {format_seconds(row.run_s)}")
+    if aim == "cost":
+        place = "" if row.offer is None or not row.offer.words else f" ({row.offer.words})"
+        spent = f"{row.usd_per_million or 0:.2f} USD a million samples" if row.cost is None else f"{row.cost:.2f} USD"
+        return f"{spent}{place}"
+    return f"{row.kwh_per_million or 0:.2f} kWh a million samples" if row.kwh is None else f"{row.kwh:.2f} kWh"

@@ -1,8 +1,6 @@
 """What follows from the winner: before and after, the changes with their reasons, and advice.
 
 What only the user may do: a larger effective batch, an environment variable. Each with what it would bring, computed.
-
-What follows from the winner: before and after with their loaders, the changes with their reasons, runners-up, notes, advice, charts.
 """
 
 from __future__ import annotations
@@ -14,21 +12,20 @@ from functools import partial
 from hfopt.compat.versions import torch_build
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
-from hfopt.hardware.torch_kernels import missing_kernels
-from hfopt.model.model_facts import facts_of
+from hfopt.hardware.installed_software import missing_kernels
+from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
 from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
-from hfopt.planner.grpo import batch_rule, check_generation, evaluation_notes, steps_change
+from hfopt.planner.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
 from hfopt.planner.space import Precisions, Space
 from hfopt.planner.target import TargetDevice
 from hfopt.planner.trials import Confirmed
-from hfopt.planner.vllm_share import check_vllm, phases
 from hfopt.schema import (
     Advice,
     Assumption,

@@ -28,7 +28,7 @@ from hfopt.compat.versions import release
 from hfopt.config.settings import step_settings, with_raw
 from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
-from hfopt.memory.state_bytes import state_bytes
+from hfopt.memory.rough_estimate import state_bytes
 from hfopt.memory.trace_store import kept_count, kept_names
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan

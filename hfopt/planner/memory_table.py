@@ -10,7 +10,7 @@ from hfopt.compat.versions import torch_build
 from hfopt.config.settings import trainer_settings
 from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
-from hfopt.hardware.torch_kernels import missing_kernels
+from hfopt.hardware.installed_software import missing_kernels
 from hfopt.planner.choices import current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
 from hfopt.planner.evaluation_choice import (
@@ -22,11 +22,10 @@ from hfopt.planner.evaluation_choice import (
     read_evaluation,
     trace_evaluation,
 )
-from hfopt.planner.grpo import evaluation_notes
+from hfopt.planner.grpo import colocated_vllm, evaluation_notes, held_words, room_beside
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
 from hfopt.planner.target import memory_pricing
-from hfopt.planner.vllm_share import colocated_vllm, held_words, room_beside
 from hfopt.schema import (
     BatchShape,
     Candidate,

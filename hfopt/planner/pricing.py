@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 from hfopt.memory.allocator import LARGE_SEGMENT, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.input_window import BatchInputs
-from hfopt.memory.state_bytes import ParameterCount, state_bytes
+from hfopt.memory.rough_estimate import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
+from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload

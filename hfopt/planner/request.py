@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.compat.fast_import import lean_imports, spare_scipy
-from hfopt.config.accelerate_file import launched_by, read_accelerate_file
+from hfopt.compat.transformers_patches import lean_imports, spare_scipy
 from hfopt.config.deepspeed_json import by_its_name, is_missing, zero_defaults
-from hfopt.config.model_name import model_named_in, named_beside
+from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of, sharding_of, with_raw
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, trl_keys
+from hfopt.config.translation import launched_by, read_accelerate_file
 from hfopt.config.yaml_edit import repairs_of, upgrade
 from hfopt.errors import ConfigError
-from hfopt.facts.argument_versions import as_of
+from hfopt.facts.argument_effects import as_of
 from hfopt.facts.optimizer_states import stand_in
 from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named

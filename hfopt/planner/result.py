@@ -97,12 +97,12 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from hfopt.report.notebook import plan_html
+        from hfopt.report.one_screen import plan_html
 
         return plan_html(self.facts)
 
     def _repr_markdown_(self) -> str:
-        from hfopt.report.notebook import plan_markdown
+        from hfopt.report.one_screen import plan_markdown
 
         return plan_markdown(self.facts)
 

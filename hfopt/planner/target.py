@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
 from hfopt.memory.trace_store import TraceStore
-from hfopt.model.model_facts import facts_of
+from hfopt.model.stored_workload import facts_of
 from hfopt.planner.device_figures import device_figures, named_host
+from hfopt.planner.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress, Request, Subject, workload_of
 from hfopt.planner.search import budget_bytes
 from hfopt.planner.trace_ahead import Estimator
-from hfopt.planner.vllm_share import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.schema import Gpu, Hardware, Sharding, StepSettings
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic

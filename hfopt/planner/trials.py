@@ -1,4 +1,6 @@
-"""The winner is tried on the device, and what was measured corrects the curve for this job.
+"""The winner is tried on the device or rehearsed (once, then kept on disk), and what was measured corrects the curve for this job.
+
+Only the virtual GPU's: a real device is measured anew, whatever was measured on it before.
 
 The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide.
 
@@ -20,20 +22,73 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from hfopt.compat.versions import torch_build
 from hfopt.errors import NothingFits, VirtualGpuError
 from hfopt.facts.optimizer_states import stand_in
-from hfopt.hardware.torch_kernels import missing_kernels
+from hfopt.hardware.installed_software import missing_kernels
 from hfopt.memory.step_memory import context_bytes
-from hfopt.planner.kept_rehearsal import keep_rehearsal, kept_rehearsal, rehearsal_parts
+from hfopt.model.stored_workload import workload_key
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Progress
 from hfopt.planner.search import SearchResult
 from hfopt.probe.dry_run import Extent, Prepared
-from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Correction, EvaluationPeak, Gpu, Hardware, StepTime, TrainJob, Trial
+from hfopt.schema import (
+    REHEARSED_MICRO_BATCHES,
+    Candidate,
+    Checkpointing,
+    Correction,
+    EvaluationPeak,
+    Gpu,
+    Hardware,
+    StepTime,
+    TrainJob,
+    Trial,
+)
+from hfopt.store import default_store
+from hfopt.typed_json import NotPlainError, from_json, to_json
 from hfopt.virtual.environment import available
+
+_KEPT = ("ok", "oom")  # what failed for another reason may not fail again
+_UNMEASURED = ("output_dir", "logging_dir", "run_name", "report_to")
+
+
+Parts = dict[str, Any]
+
+
+def rehearsal_parts(job: TrainJob | None, gpu: Gpu | None, candidate: Candidate, evaluation: EvaluationPeak | None) -> Parts | None:
+    """What a rehearsal rests on; None where it may not be kept."""
+    if job is None or gpu is None or default_store() is None or (key := workload_key(job)) is None:
+        return None
+    try:
+        return {
+            "what": "rehearsal",
+            "workload": key,
+            "arguments": {name: to_json(value) for name, value in job.raw.items() if name not in _UNMEASURED},
+            "card": to_json(gpu),
+            "candidate": to_json(candidate),
+            "evaluation": None if evaluation is None else [evaluation.batch, evaluation.accumulation_steps, evaluation.keeps_predictions],
+        }
+    except NotPlainError:  # a YAML may hold dates
+        return None
+
+
+def kept_rehearsal(parts: Parts | None) -> Trial | None:
+    store = default_store()
+    found = None if store is None or parts is None else store.get(parts)
+    try:
+        trial = None if found is None else from_json(found, (Trial, Candidate, Checkpointing))
+    except NotPlainError:
+        return None
+    return trial if isinstance(trial, Trial) and trial.outcome in _KEPT else None
+
+
+def keep_rehearsal(parts: Parts | None, trial: Trial) -> None:
+    store = default_store()
+    if store is not None and parts is not None and trial.outcome in _KEPT:
+        store.put(parts, to_json(trial), label=f"rehearsals on {parts['card']['Gpu'][0]}")
+
 
 MOST_FAILURES = 4
 MOST_TIMINGS = 7

@@ -4,8 +4,6 @@ The TrainingArguments of a dry run: what the job and the candidate say about a s
 
 Pure: takes the names of the installed TrainingArguments' fields, so that it fits every version of transformers.
 
-A few real optimizer steps of one candidate in a child process: the estimate is a promise, this keeps it.
-
 The device is the real card, the CPU, or the virtual GPU for a card that is not here. The child cannot hurt the caller: it has a time
 limit, its own memory, and a guard that ends it with everything it started.
 """

@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from hfopt.compat.fast_import import lean_imports, spare_datasets, spare_scipy
+from hfopt.compat.transformers_patches import lean_imports, spare_datasets, spare_scipy
 from hfopt.errors import HfoptError
 from hfopt.schema import Candidate, EvaluationPeak
 

@@ -17,10 +17,9 @@ import torch
 
 from hfopt.errors import WorkloadError
 from hfopt.facts.loss_rule import REMEDY, evaluating, is_separable, left_to_the_loss, uses_items
-from hfopt.model.collated import collator_of
 from hfopt.model.from_trainer import copies_of
 from hfopt.model.losses import apart, loss_of
-from hfopt.model.samples import readable_samples, same_random_state
+from hfopt.model.samples import collator_of, readable_samples, same_random_state
 from hfopt.probe.neutrality import shrink
 from hfopt.schema import Neutrality
 

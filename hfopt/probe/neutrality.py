@@ -4,8 +4,6 @@ A tiny configuration of the same architecture: what its class does stays, what i
 
 Sizes shrink by the names configs use for them; dropout goes to zero, so that two runs can be compared. Sub-configs shrink likewise.
 
-Does trading batch for accumulation leave the gradients alone, for this model class and this version of transformers?
-
 The real Trainer takes one step of n samples as n × 1 and as (n/k) × k on a tiny copy of the architecture; the gradients should be equal.
 For many heads they are k times as large: the Trainer leaves the division by k to a model whose forward takes **kwargs, and the head
 ignores the number of items it is given (trainer.model_accepts_loss_kwargs = False restores it). Lengths are equal in the probe: what

@@ -15,7 +15,7 @@ from typing import Any
 
 from hfopt.compat.versions import TorchBuild
 from hfopt.errors import VirtualGpuError
-from hfopt.hardware.torch_kernels import missing_kernels
+from hfopt.hardware.installed_software import missing_kernels
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal

@@ -18,8 +18,8 @@ import transformers
 
 from hfopt.compat.transformers_patches import undisturbed
 from hfopt.model.batch import with_decoder_inputs
-from hfopt.model.collated import Collated
 from hfopt.model.losses import Pairs, loss_of
+from hfopt.model.samples import Collated
 from hfopt.model.trl_trainer import carried_trainer
 from hfopt.schema import Workload
 

@@ -23,7 +23,7 @@ from hfopt.schema import (
     Priced,
     Trial,
 )
-from hfopt.speed.efficiency import limits, settings_error
+from hfopt.speed.device_speed import limits, settings_error
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad

@@ -5,8 +5,6 @@ A stage takes some of these and returns others; none of them does I/O. Unknown i
 
 from __future__ import annotations
 
-from hfopt.schema.candidate import Candidate, Priced, Rejection
-from hfopt.schema.charts import BatchPoint, PlanCharts, RunDifference, RunMark, RunPoint, RunView, TimelinePoint
 from hfopt.schema.evaluation import EvaluationPeak, EvaluationSettings, GenerationSettings, MemoryTable
 from hfopt.schema.hardware import Gpu, Hardware, Host
 from hfopt.schema.job import (
@@ -28,7 +26,19 @@ from hfopt.schema.job import (
     TrainJob,
 )
 from hfopt.schema.oom_reports import Explanation, FittingChange, MemoryFigures, OomCause, OomPhase, OomReport, ReplayedOom
-from hfopt.schema.plan_facts import Advice, Chosen, EngineChoice, PlanFacts
+from hfopt.schema.plan_facts import (
+    Advice,
+    BatchPoint,
+    Chosen,
+    EngineChoice,
+    PlanCharts,
+    PlanFacts,
+    RunDifference,
+    RunMark,
+    RunPoint,
+    RunView,
+    TimelinePoint,
+)
 from hfopt.schema.run_records import (
     Batches,
     Cause,
@@ -65,7 +75,7 @@ from hfopt.schema.step_cost import (
     ZeroSizes,
 )
 from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
-from hfopt.schema.trial import REHEARSED_MICRO_BATCHES, Correction, Neutrality, PhasePeak, Rehearsal, Trial
+from hfopt.schema.trial import REHEARSED_MICRO_BATCHES, Candidate, Correction, Neutrality, PhasePeak, Priced, Rehearsal, Rejection, Trial
 from hfopt.schema.workload import BatchShape, ConfigFacts, LengthSpread, Workload
 
 __all__ = [

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hfopt.schema.candidate import Candidate
 from hfopt.schema.job import Change
 from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
+from hfopt.schema.trial import Candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

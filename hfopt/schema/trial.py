@@ -1,12 +1,48 @@
-"""What a device said of a candidate: trials, corrections, rehearsals, and whether accumulation leaves gradients alone."""
+"""Candidates and what a device said of them: what was tried, what it costs, why one was rejected, corrections, rehearsals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hfopt.schema.candidate import Candidate
 from hfopt.schema.hardware import Gpu
+from hfopt.schema.job import Precision
+from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One point of the search space. The effective batch is batch × accumulation × world and is the same for all of them."""
+
+    per_device_batch: int
+    accumulation: int
+    precision: Precision
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    optim: str | None = None  # None: as the config has it
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
+
+    def precision_words(self, weights_dtype: str | None) -> str:
+        """What it computes in: without autocast that is what the weights are stored in (None: float32)."""
+        stored = {"bfloat16": "bf16 weights", "float16": "fp16 weights"}.get(weights_dtype or "")
+        return stored if stored is not None and self.precision in ("fp32", "tf32") else self.precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """A candidate with what it is predicted to cost."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    candidate: Candidate
+    reason: str
+
 
 REHEARSED_MICRO_BATCHES = 2
 """Of each step that a plan rehearses on the virtual GPU, with the inputs of all on the card: the first finds no gradients, the second and

@@ -81,6 +81,6 @@ class Workload:
     with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
     assumed: tuple[Assumption, ...] = ()  # what its picture rests on, guesses marked
     notes: tuple[str, ...] = ()
-    facts: ConfigFacts | None = None  # None: they are read off the model when somebody asks (`model.model_facts`)
+    facts: ConfigFacts | None = None  # None: they are read off the model when somebody asks (`model.stored_workload`)
     key: str | None = None  # the same for the same model, data and trainer; None: nothing of it may be kept on disk
     remake: Callable[[], Workload] | None = field(default=None, compare=False)  # the whole of one whose facts come from the disk

@@ -1,7 +1,7 @@
 """The time of one optimizer step: a roofline per kernel on the device, a launch cost per kernel on the host, and the two overlaid.
 
 Device, per kernel: max(arithmetic, memory, floor). A matmul's arithmetic is its tiles in whole waves over the SMs (the best of a few tile
-shapes and split-K factors, as cuBLAS picks), at the clock that the board's power lets the step sustain (`board_power`); everything else is
+shapes and split-K factors, as cuBLAS picks), at the clock that the board's power lets the step sustain (`device_speed`); everything else is
 its bytes over the bandwidth its kind reaches. Host, per kernel: a constant by phase. In a phase the device starts when the host has
 launched, and runs no faster than it is fed:
 end = max(max(host, device) + busy, host + launch).
@@ -20,9 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from hfopt.schema import OpCost, Precision, StepTime
-from hfopt.speed.board_power import sustained_clock
-from hfopt.speed.device_speed import Speed
-from hfopt.speed.efficiency import rate_error
+from hfopt.speed.device_speed import Speed, rate_error, sustained_clock
 
 Floats = Any  # a numpy array of float64
 PHASES: tuple[Literal["forward", "backward", "optimizer"], ...] = ("forward", "backward", "optimizer")

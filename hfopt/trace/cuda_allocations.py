@@ -1,7 +1,5 @@
 """What CUDA kernels take besides their outputs: the steps of each operation's allocations and their sizes.
 
-What CUDA's fused attention kernels take besides their outputs.
-
 The CTC loss on CUDA: its second output is as wide as the longest target, which only the targets' values tell.
 
 Mirrors ATen/native/cuda/LossCTC.cu. log_alpha is [batch, frames, 2 × longest target + 1]; backward takes a second one for log_beta.
@@ -22,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hfopt.trace.fake_values import twin
+from hfopt.trace.fake_tensors import twin
 from hfopt.trace.kernel_sizes import COLUMN_REDUCTION, EFFICIENT_BACKWARD, Formula, Kernels, SizedTemporary, Step, constant, round_up
 
 if TYPE_CHECKING:

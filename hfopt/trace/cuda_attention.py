@@ -1,18 +1,28 @@
-"""Which attention kernel CUDA takes: scaled_dot_product_attention's choice, by dtype, mask, head size, dropout and capability.
+"""Which attention kernel CUDA takes, by dtype, mask, head size, dropout and capability; windows of a vision tower are attended to together.
 
 Mirrors ATen/native/transformers/cuda/sdp_utils.cpp (the constraints, in its order of preference) and transformers/attention.cpp (what
 is done with the mask before the kernel).
+
+Qwen2.5-VL and its kin cut an image into windows of some 64 patches and call the attention once for each, in nearly every layer: a
+photograph makes hundreds of thousands of operations, which takes minutes to trace. Here the windows of one length become the batch of a
+single call. Its outputs add up to the same bytes, and its cost counts as one launch for each window.
+
+Known limit: one block of memory stands for many small ones, which CUDA's allocator would put into its pool of small blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hfopt.compat import installed_torch
 from hfopt.trace.kernel_sizes import at_least, one_of
-from hfopt.trace.vision_windows import as_batch, as_tokens, windows_in
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -127,3 +137,53 @@ def _efficient(
             mask = torch.nn.functional.pad(mask, (0, 8 - length % 8))[..., :length]
         mask = mask.expand(*query.shape[:3], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(query, key, value, mask, needs_gradient, dropout_p, is_causal, scale=scale)[0]
+
+
+MANY = 16  # fewer pieces than this are images of a batch, which stay apart as they are in a run
+_MARK = "_hfopt_windows"
+_batched: set[tuple[int, ...]] = set()  # shapes (windows, heads, length, width) of the trace under way
+
+
+@contextmanager
+def grouped_windows() -> Iterator[None]:
+    """`torch.split` along the tokens of (1, heads, tokens, width) gives one piece for each length, marked with its number of windows."""
+    original = torch.split
+
+    def split(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+        if not (isinstance(tensor, FakeTensor) and dim == 2 and tensor.dim() == 4 and isinstance(sizes, list) and len(sizes) > MANY):
+            return original(tensor, sizes, dim)
+        counts = Counter(size for size in sizes if size)
+        pieces = original(tensor, [length * count for length, count in counts.items()], dim)
+        for piece, count in zip(pieces, counts.values(), strict=True):
+            setattr(piece, _MARK, count)
+        return pieces
+
+    torch.split = split
+    _batched.clear()
+    try:
+        yield
+    finally:
+        torch.split = original
+
+
+def windows_in(tensor: torch.Tensor) -> int:
+    """How many windows a piece holds; 1 where it is none."""
+    return getattr(tensor, _MARK, 1)
+
+
+def as_batch(tensor: torch.Tensor, windows: int) -> torch.Tensor:
+    """(1, heads, windows × length, width) → (windows, heads, length, width), without a copy."""
+    batch = tensor.squeeze(0).unflatten(1, (windows, -1)).transpose(0, 1)
+    _batched.add(tuple(batch.shape))
+    return batch
+
+
+def as_tokens(batch: torch.Tensor) -> torch.Tensor:
+    """Back again; attention kernels put heads behind tokens in memory, so there is no copy either."""
+    windows, heads, length, width = batch.shape
+    return batch.transpose(1, 2).reshape(1, windows * length, heads, width).transpose(1, 2)
+
+
+def launches_of(shape: torch.Size) -> int:
+    """Of an attention kernel on queries of this shape: one, or one for each window."""
+    return shape[0] if tuple(shape) in _batched else 1

@@ -3,8 +3,6 @@
 The states bitsandbytes' optimizers keep, by its rules (`facts/optimizer_states.py`), without bitsandbytes: bytes, not arithmetic. What
 is paged is not counted. The update kernels work in place.
 
-The optimizer the Trainer would make for `optim`, on fake parameters, with the implementation CUDA defaults to.
-
 On CUDA torch.optim takes the foreach implementation unless told otherwise; fake parameters live on the CPU, so it is asked for by name.
 bitsandbytes needs a card even to be imported fully, so its states are imitated (`bitsandbytes_states`). What is neither is refused by name.
 """

@@ -28,10 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.trace.cuda_allocations import CTC, ctc_output, order_on_cuda
 from hfopt.trace.events import FREED, Category, Phase, Trace, Where
-from hfopt.trace.fake_values import Values
-from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.fake_tensors import FastFake, Values
+from hfopt.trace.fused_head import Tile
 from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels, SizedTemporary
-from hfopt.trace.tile import Tile
 
 
 class ModuleNames:

@@ -24,14 +24,13 @@ from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalida
 from hfopt.compat.transformers_patches import assignments_by_shape, checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
+from hfopt.trace.cuda_attention import grouped_windows
 from hfopt.trace.cuda_autocast import cuda_rules
 from hfopt.trace.events import Trace
-from hfopt.trace.fake_values import Values, attach
-from hfopt.trace.fast_fake import FastFake
+from hfopt.trace.fake_tensors import FastFake, Values, attach
+from hfopt.trace.fused_head import tiled_heads
 from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder
-from hfopt.trace.tiled_head import tiled_heads
-from hfopt.trace.vision_windows import grouped_windows
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
@@ -44,7 +43,7 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
         _set_cache(model)
         _set_checkpointing(model, settings)
         if settings.fused_loss:
-            from hfopt.trace.fused_loss import fuse_loss
+            from hfopt.trace.fused_head import fuse_loss
 
             if not fuse_loss(model):
                 raise TraceError(f"the head of {type(model).__name__} is not one that liger's fused loss can take over")

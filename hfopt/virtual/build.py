@@ -4,8 +4,6 @@ What the virtual GPU is built from: one environment's torch, its CUDA headers, a
 
 Nothing here imports torch: its version and libraries are read from the files, so the check costs milliseconds.
 
-Compiles the virtual GPU once per torch build and source version, into the user's cache folder.
-
 Every symbol torch imports from CUDA's libraries that csrc/*.c does not define becomes a stub that returns success. A build happens
 in a temporary folder next to its place and is renamed into it, so builders may race and a killed one leaves nothing half done.
 """

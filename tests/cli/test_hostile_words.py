@@ -18,7 +18,7 @@ from watched import window
 
 from hfopt.cli import application, output
 from hfopt.errors import HfoptError, LogError
-from hfopt.monitor import history, run_series, run_text, screen
+from hfopt.monitor import history, run_text, screen
 from hfopt.monitor.log import RunLog
 from hfopt.redact import printable
 
@@ -137,7 +137,7 @@ def test_a_log_that_was_changed_is_read_or_refused(data: st.DataObject, tmp_path
     log.write_text("\n".join(json.dumps(entry) for entry in entries))
     try:
         run = history.load(log)
-        said = run_text.report(run) + run_text.compare(run, run) + json.dumps(history.as_json(run)) + run_series.view(run).what
+        said = run_text.report(run) + run_text.compare(run, run) + json.dumps(history.as_json(run)) + run_text.view(run).what
     except LogError as error:
         said = str(error)
     assert said

@@ -15,8 +15,7 @@ import hfopt.cli
 from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
 from hfopt.hardware.installed_software import Probe
-from hfopt.planner.comparison import Row
-from hfopt.planner.rental import Limits
+from hfopt.planner.comparison import Limits, Row
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
 from hfopt.units import GIB
 

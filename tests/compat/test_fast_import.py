@@ -10,7 +10,7 @@ import pytest
 CODE = """
 import sys
 from importlib.util import find_spec
-from hfopt.compat.fast_import import spare_scipy
+from hfopt.compat.transformers_patches import spare_scipy
 spare_scipy()
 from transformers import BertForSequenceClassification
 assert "scipy" not in sys.modules, "scipy was imported with the models"
@@ -25,7 +25,7 @@ assert losses.is_scipy_available()
 
 TRAINER = """
 import gc, sys
-from hfopt.compat.fast_import import lean_imports, spare_datasets
+from hfopt.compat.transformers_patches import lean_imports, spare_datasets
 with lean_imports():
     assert not gc.isenabled()
     spare_datasets()

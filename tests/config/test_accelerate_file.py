@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hfopt.config.accelerate_file import AccelerateFile, launched_by, read_accelerate_file
+from hfopt.config.other_tools import hub_id
 from hfopt.config.read_job import load_bytes
-from hfopt.config.torchtune import hub_id
+from hfopt.config.translation import AccelerateFile, launched_by, read_accelerate_file
 from hfopt.errors import ConfigError
 from hfopt.planner.request import Request, launched
 from hfopt.schema import TrainJob

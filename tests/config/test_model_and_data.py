@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.config.model_name import model_named_in, named_beside
+from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import load_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import trl_default

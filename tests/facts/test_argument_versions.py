@@ -9,7 +9,7 @@ import pytest
 from hfopt.config.read_job import load_bytes
 from hfopt.config.yaml_edit import upgrade
 from hfopt.errors import ConfigError
-from hfopt.facts.argument_versions import OPTIMS, SPANS, as_of, minor_of
+from hfopt.facts.argument_effects import OPTIMS, SPANS, as_of, minor_of
 from hfopt.facts.training_keys import installed
 
 CONFIGS = Path(__file__).parents[2] / "configs"

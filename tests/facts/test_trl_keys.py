@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.facts.trl_keys import RENAMED, TRAINERS, trl_parser_keys
+from hfopt.facts.training_keys import RENAMED, TRAINERS, trl_parser_keys
 
 trl = pytest.importorskip("trl")
 

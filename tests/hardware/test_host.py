@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.cgroup import CgroupLimits, cgroup_limits
-from hfopt.hardware.host import cpu_name, host, usable_cores
+from hfopt.hardware.detect import cpu_name, host, usable_cores
 from hfopt.units import GIB
 
 
@@ -92,7 +92,7 @@ def test_a_memory_limit_bounds_total_and_free(monkeypatch: pytest.MonkeyPatch) -
     here = host()
     assert 0 < here.ram_free_bytes <= here.ram_bytes and here.cores > 0
     limit = here.ram_bytes // 4
-    monkeypatch.setattr("hfopt.hardware.host.cgroup_limits", lambda: CgroupLimits(ram_bytes=limit, ram_used_bytes=limit // 2))
+    monkeypatch.setattr("hfopt.hardware.detect.cgroup_limits", lambda: CgroupLimits(ram_bytes=limit, ram_used_bytes=limit // 2))
     bounded = host()
     assert bounded.ram_bytes == limit and bounded.ram_free_bytes <= limit - limit // 2
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hfopt.launch.checkpoints import newest_whole, what_is_wrong
+from hfopt.launch.supervisor import newest_whole, what_is_wrong
 
 
 def saved(folder: Path, step: int) -> Path:

@@ -10,8 +10,8 @@ import torch
 import transformers
 
 from hfopt.memory.allocator import AllocatorOptions
-from hfopt.memory.input_window import BatchInputs
 from hfopt.memory.step_memory import estimate
+from hfopt.memory.timeline import BatchInputs
 from hfopt.planner.pricing import Pricing
 from hfopt.schema import BatchShape, Candidate, StepSettings, Workload
 from hfopt.speed.step_time import RankTraffic

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hfopt.compat import installed_torch
-from hfopt.memory.rough_estimate import counted, depths_of, rough_step
-from hfopt.memory.state_bytes import count_parameters, deeper_count, state_bytes
+from hfopt.memory.rough_estimate import count_parameters, counted, deeper_count, depths_of, rough_step, state_bytes
 from hfopt.memory.step_memory import traced
 from hfopt.model.from_config import from_spec
 from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, Quantization, Sharding, StepSettings, Workload

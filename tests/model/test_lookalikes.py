@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.model.known_models import find
-from hfopt.model.lookalikes import likeliest, same_numbers
+from hfopt.model.known_models import find, likeliest, same_numbers
 
 MADE_FROM = {
     "argilla/notus-mistral-7b": "mistralai/Mistral-7B-v0.1",

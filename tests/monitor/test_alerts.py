@@ -15,12 +15,12 @@ import pytest
 from watched import facts, window
 
 from hfopt.errors import ConfigError
-from hfopt.monitor import alerts
-from hfopt.monitor.alerts import EACH_S, MOST, Alerts, alert_of, sender, tracker_senders
+from hfopt.monitor import metrics
 from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.monitor.diagnose import diagnose
 from hfopt.monitor.fault_guard import Faults
 from hfopt.monitor.findings import sentence
+from hfopt.monitor.metrics import EACH_S, MOST, Alerts, alert_of, sender, tracker_senders
 from hfopt.schema import Finding
 
 FINDING = Finding(cause="data_bound", confidence=0.9, evidence={"wait": 0.5}, message="the loader is slow")  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def test_a_way_that_fails_is_said_once_and_the_others_go_on() -> None:
 
 
 def test_a_way_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alerts, "CLOSING_S", 0.05)
+    monkeypatch.setattr(metrics, "CLOSING_S", 0.05)
     hanging, inbox = threading.Event(), Inbox()
     sending = inbox.alerts(("hanging", lambda alert: hanging.wait()))
     sent = [sending.send(f"cause {number}", the_alert) for number in range(30)]

@@ -10,7 +10,7 @@ import pytest
 from watched import facts, window
 
 from hfopt.errors import LogError
-from hfopt.monitor import history, run_series
+from hfopt.monitor import history, run_text
 from hfopt.monitor.diagnose import diagnose
 from hfopt.monitor.log import RunLog
 from hfopt.schema import RunView
@@ -38,7 +38,7 @@ def view(folder: Path, clock: list[float], *, windows: int, ill_from: int, resol
                 log.write("finding", step=own.last_step, **asdict(found))
             if i == resolved_at:
                 log.write("resolved", step=own.last_step, cause="input_bound")
-    return run_series.view(history.load(folder))
+    return run_text.view(history.load(folder))
 
 
 def test_windows_stand_on_the_clock_of_the_run(tmp_path: Path, clock: list[float]) -> None:
@@ -76,7 +76,7 @@ def test_an_oom_is_marked(tmp_path: Path, clock: list[float]) -> None:
         log.write("header", model="M")
         clock[0] += 7
         log.write("fallback", seen={"phase": "backward", "step": 3, "micro_batch": 16}, step={"reason": "8 should fit"}, effective_batch=16)
-    (mark,) = run_series.view(history.load(tmp_path)).marks
+    (mark,) = run_text.view(history.load(tmp_path)).marks
     assert (mark.title, mark.step, mark.at_s) == ("out of memory", 3, 7) and "16 samples: 8 should fit" in mark.words
 
 

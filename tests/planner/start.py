@@ -1,4 +1,6 @@
-"""One rank of a training started from a planned YAML; a program, started by test_start.py under torchrun. Leaves what it saw as JSON beside the model.
+"""One rank of a training started from a planned YAML; a program that test_start.py starts under torchrun.
+
+It leaves what it saw as JSON beside the model.
 
 The YAML is read as a user's script reads it. accelerate knows FSDP on accelerators only, so on the CPU it is told that this is one.
 """

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hfopt.cli import application
 from hfopt.planner import Request
-from hfopt.planner.config_diff import AsWritten, CardDiff, diff_configs
+from hfopt.planner.plan_diff import AsWritten, CardDiff, diff_configs
 from hfopt.units import GIB
 
 MODEL = {

@@ -12,8 +12,8 @@ from made_plan import CHOSEN, FACTS, PLAN
 
 from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError
-from hfopt.planner import plan_lock
-from hfopt.planner.plan_lock import differences, lock_of, lock_text, read_lock
+from hfopt.planner import plan_diff
+from hfopt.planner.plan_diff import differences, lock_of, lock_text, read_lock
 from hfopt.planner.result import Plan
 
 
@@ -31,7 +31,7 @@ def test_the_same_plan_is_as_locked(lock: dict[str, Any]) -> None:
 
 
 def test_every_difference_is_named(lock: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_lock, "package_version", lambda name: "99.0" if name == "torch" else lock["versions"].get(name))
+    monkeypatch.setattr(plan_diff, "package_version", lambda name: "99.0" if name == "torch" else lock["versions"].get(name))
     card = replace(FACTS.hardware.gpus[0], name="L4")
     candidate = replace(CHOSEN.candidate, per_device_batch=4, accumulation=4)
     after = replace(

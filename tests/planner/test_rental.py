@@ -12,8 +12,7 @@ from made_plan import CANDIDATE, CHOSEN, FACTS
 from hfopt.cli.compare import _aim, _as_data, _cells, _seconds, _show, _show_job
 from hfopt.errors import ConfigError
 from hfopt.hardware.prices import RentalOffer, public_offers
-from hfopt.planner.comparison import Row
-from hfopt.planner.rental import Limits, front, job_command, ordered, winners
+from hfopt.planner.comparison import Limits, Row, front, job_command, ordered, winners
 from hfopt.planner.result import Plan
 from hfopt.schema import Checkpointing, EngineChoice
 

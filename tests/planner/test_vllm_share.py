@@ -17,11 +17,20 @@ from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import trl_default
 from hfopt.hardware.detect import named
-from hfopt.planner.grpo import batch_rule, evaluation_notes, group_size, steps_change
+from hfopt.planner.grpo import (
+    SHARE,
+    SLEEP,
+    advice_when_short,
+    batch_rule,
+    colocated_vllm,
+    evaluation_notes,
+    group_size,
+    room_beside,
+    steps_change,
+)
 from hfopt.planner.memory_table import memory_table, read_subject
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
-from hfopt.planner.vllm_share import SHARE, SLEEP, advice_when_short, colocated_vllm, room_beside
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 from hfopt.units import GIB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from hfopt.report.notebook import plan_html, plan_markdown, rows
+from hfopt.report.one_screen import plan_html, plan_markdown, rows
 from hfopt.schema import PlanFacts
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.report import plan_charts
-from hfopt.report.plan_page import plan_page
+from hfopt.report.plan_page import memory_by_batch, over_step, plan_page, throughput_by_batch
 from hfopt.schema import Change, Correction, EngineChoice, PlanCharts, PlanFacts, Trial
 from hfopt.units import GIB
 
@@ -71,12 +70,12 @@ def test_a_browser_draws_it(facts: PlanFacts, charts: PlanCharts, browser: Calla
 
 
 def test_the_charts_hold_what_the_plan_says(charts: PlanCharts) -> None:
-    step = plan_charts.over_step(charts)
+    step = over_step(charts)
     stacked = [sum(trace.y[i] for trace in step.data if trace.stackgroup) for i in range(21)]
     assert stacked == pytest.approx([point.total_bytes / GIB for point in charts.timeline])
     (star,) = (trace for trace in step.data if trace.mode == "markers")
     assert star.x == (50.0,) and star.y == (5.75,)
-    memory, rate = plan_charts.memory_by_batch(charts), plan_charts.throughput_by_batch(charts)
+    memory, rate = memory_by_batch(charts), throughput_by_batch(charts)
     for drawn, expected in ((memory, 68 / 16), (rate, 150 * 48 / 58)):
         (star,) = (trace for trace in drawn.data if trace.mode == "markers")
         assert star.x == (48,) and star.y == pytest.approx((expected,))
@@ -91,5 +90,5 @@ def test_the_charts_hold_what_the_plan_says(charts: PlanCharts) -> None:
 
 def test_a_rate_below_one_is_not_rounded_to_one(charts: PlanCharts) -> None:
     slow = replace(charts, batches=tuple(replace(point, samples_per_s=0.79) for point in charts.batches))
-    (star,) = (trace for trace in plan_charts.throughput_by_batch(slow).data if trace.mode == "markers")
+    (star,) = (trace for trace in throughput_by_batch(slow).data if trace.mode == "markers")
     assert star.name == "chosen: 48, 0.79 samples/s"

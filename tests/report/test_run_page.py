@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hfopt.errors import HfoptError
-from hfopt.report import run_charts
-from hfopt.report.run_page import comparison_page, run_page
+from hfopt.report.run_page import comparison_page, power, run_page
 from hfopt.schema import RunDifference, RunView
 
 ROWS = (RunDifference(what="samples/s", before="18", after="26", change="+44.4 %", verdict="better"),)
@@ -71,7 +70,7 @@ def test_without_plotly_a_page_with_charts_says_what_to_install(run: RunView, mo
 def test_findings_that_began_together_share_their_line(run: RunView) -> None:
     together = replace(run, marks=tuple(replace(mark, at_s=12.0) for mark in run.marks))
     assert len(run.marks) > 1
-    drawn = run_charts.power([together])
+    drawn = power([together])
     assert [text.text for text in drawn.layout.annotations if text.text.startswith("1")] == [
         ", ".join(str(place) for place in range(1, len(run.marks) + 1))
     ]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from hfopt.report import one_screen
-from hfopt.report.notebook import plan_html, plan_markdown
+from hfopt.report.one_screen import plan_html, plan_markdown
 from hfopt.report.plan_page import plan_page
 from hfopt.report.text import device_words
 from hfopt.schema import Assumption, Candidate, Checkpointing, Correction, EngineChoice, PlanCharts, PlanFacts, Priced, Rejection, Trial

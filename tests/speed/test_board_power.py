@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from hfopt.hardware.catalog import cards, find, fp32_per_sm_clock, lookup
 from hfopt.schema import Gpu, OpCost
-from hfopt.speed.board_power import Board, board_of, sustained_clock
-from hfopt.speed.device_speed import Speed, speed_of
-from hfopt.speed.efficiency import efficiency
+from hfopt.speed.device_speed import Board, Speed, board_of, efficiency, speed_of, sustained_clock
 from hfopt.speed.step_time import StepTimer
 
 PRODUCTS = (

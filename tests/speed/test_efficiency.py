@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hfopt.hardware.catalog import cards
-from hfopt.speed.efficiency import card_error, cards_error, efficiency, limits, rate_error, settings_error
+from hfopt.speed.device_speed import card_error, cards_error, efficiency, limits, rate_error, settings_error
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data"
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfopt.schema import Gpu, OpCost
-from hfopt.speed.device_speed import Speed, architecture, speed_of
-from hfopt.speed.efficiency import efficiency
+from hfopt.speed.device_speed import Speed, architecture, efficiency, speed_of
 from hfopt.speed.step_time import RankTraffic, StepTimer, step_time
 
 A100 = Gpu(

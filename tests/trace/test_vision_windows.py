@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
-from hfopt.trace import vision_windows
-from hfopt.trace.fast_fake import FastFake
+from hfopt.trace import cuda_attention
+from hfopt.trace.fake_tensors import FastFake
 
 FAMILIES = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "tiny_families.json").read_text())
 
@@ -27,7 +27,7 @@ def test_grouped_windows_cost_what_single_ones_do(tmp_path: Path, monkeypatch: p
     workload = from_spec(ModelSpec(name=str(tmp_path)), DataSpec(image_size=560))
     settings = StepSettings(precision="bf16")
     grouped = estimate(workload, settings)
-    monkeypatch.setattr(vision_windows, "MANY", 10**9)
+    monkeypatch.setattr(cuda_attention, "MANY", 10**9)
     single = estimate(workload, settings)
     assert len(grouped.curve.timeline) < 0.7 * len(single.curve.timeline), "hundreds of calls have become a few"
     assert grouped.curve.peak(3).allocated_bytes == pytest.approx(single.curve.peak(3).allocated_bytes, rel=0.003)
@@ -36,12 +36,12 @@ def test_grouped_windows_cost_what_single_ones_do(tmp_path: Path, monkeypatch: p
 
 
 def test_a_few_pieces_stay_apart() -> None:
-    with FakeTensorMode(), vision_windows.grouped_windows():
+    with FakeTensorMode(), cuda_attention.grouped_windows():
         tokens = torch.empty(1, 4, 64, 8)
         few = torch.split(tokens, [32, 32], dim=2)
-        assert len(few) == 2 and vision_windows.windows_in(few[0]) == 1
+        assert len(few) == 2 and cuda_attention.windows_in(few[0]) == 1
         many = torch.split(tokens, [4] * 14 + [2] * 4, dim=2)
-        assert [vision_windows.windows_in(piece) for piece in many] == [14, 4]
+        assert [cuda_attention.windows_in(piece) for piece in many] == [14, 4]
         assert [piece.shape[2] for piece in many] == [56, 8]
 
 

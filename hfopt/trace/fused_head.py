@@ -1,10 +1,15 @@
-"""TRL's fused LM head in a trace: its own code, with the choices it makes on CUDA, and one tile of tokens in place of a loop over them.
+"""LM heads that never hold whole logits: TRL's fused head and Liger's loss in a trace, one tile of tokens in place of a loop over them.
 
 TRL (kernels/chunked_logprob.py, from 1.7 on) walks over the tokens in tiles of `TOKEN_CHUNK_SIZE` rows. How many tiles there are depends on
 the batch, so two traces would differ; all tiles take and return the same memory. One is therefore run, of a row count that nothing else
 has, and what it takes is recorded as a formula: the smaller of all rows and a tile's, times the bytes of a row. Its Triton kernels work in
 place on a tile: they are stood in for by an operation that does too. What is borrowed stands in `_BORROWED`; a version of TRL
 that lacks one of them is traced as it is.
+
+As liger-kernel does it (ops/fused_linear_cross_entropy.py): the tokens are cut into slices whose logits take about as much as the hidden
+states; each slice's logits become their own gradient in place, and the gradients of hidden states and weight are made in the forward.
+Liger rounds a slice up to a power of two, so it is at most twice as long: that upper bound is traced. Its other kernels (norms, rotary
+embedding, gated units) are left as they are, so what they save comes on top of the estimate.
 """
 
 from __future__ import annotations
@@ -14,15 +19,48 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from hfopt.trace.tile import Tile
+from hfopt.trace.kernel_sizes import TILE, Formula
 
 if TYPE_CHECKING:
+    from hfopt.trace.op_cost import Cost
     from hfopt.trace.recorder import Recorder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+    """`rows` is the count the traced tile has in place of min(total, most): a number that no other dimension there has."""
+
+    rows: int
+    total: int
+    most: int
+
+    @classmethod
+    def of(cls, total: int, *, most: int, taken: Sequence[int]) -> Tile:
+        rows = total // 2 + 1
+        while rows in taken and rows > 1:
+            rows -= 1
+        return cls(rows=rows, total=total, most=most)
+
+    def size(self, tensor: torch.Tensor, size: int) -> Formula | None:
+        """How many bytes a tensor of the tile takes at any batch size; None for a tensor that is not of the tile."""
+        return Formula(TILE, (self.total, self.most, size // self.rows)) if self.rows in tensor.shape else None
+
+    def whole(self, cost: Cost, tensors: Sequence[Any]) -> Cost:
+        """The cost of all tiles, from that of the one that was run."""
+        if not any(isinstance(tensor, torch.Tensor) and self.rows in tensor.shape for tensor in tensors):
+            return cost
+        share = self.total / self.rows
+        m, n, k, batch = (self.total if size == self.rows else size for size in cost.shape or (0, 0, 0, 0))
+        shape = None if cost.shape is None else (m, n, k, batch)
+        return replace(cost, flops=cost.flops * share, moved_bytes=cost.moved_bytes * share, shape=shape)
+
 
 _KERNELS = ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence")
 _CALLERS = ("trl.trainer.utils", "trl.trainer.distillation_trainer")
@@ -137,3 +175,69 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a, b)
+
+
+def fuse_loss(model: Any) -> bool:
+    """Puts it into a causal language model; False where the head is not a plain one, and then nothing was changed."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
+    name = next((name for name, child in base.named_children() if child is head), None)
+    if name is None or type(head) is not nn.Linear:
+        return False
+    setattr(base, name, _PassThrough(head))
+    base.loss_function = functools.partial(_loss, head)
+    forward = base.forward
+
+    @functools.wraps(forward)
+    def without_logits(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        return type(outputs)(loss=outputs.loss)
+
+    base.forward = without_logits
+    return True
+
+
+class _PassThrough(nn.Module):  # type: ignore[misc]
+    """Holds the head's parameters in their place and leaves the hidden states as they are."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+
+def _loss(head: nn.Linear, logits: torch.Tensor, labels: torch.Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> torch.Tensor:
+    """transformers hands over what the head returned, which are the hidden states here."""
+    hidden = logits.reshape(-1, logits.shape[-1])
+    targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    loss: torch.Tensor = _FusedLinearCrossEntropy.apply(hidden, head.weight, targets)
+    return loss / num_items_in_batch if num_items_in_batch is not None else loss
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        tokens, width = hidden.shape
+        slices = max(1, -(-weight.shape[0] // width) // 2)
+        rows = -(-tokens // slices)
+        hidden_gradient = torch.zeros_like(hidden)
+        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
+        for index in range(slices):
+            start = min(index * rows, tokens - rows)
+            part = hidden[start : start + rows]
+            logits = part @ weight.t()
+            logits.exp_()  # one kernel reads the slice and writes its gradient over it
+            hidden_gradient[start : start + rows] = logits @ weight
+            if weight_gradient is not None:
+                weight_gradient += logits.t() @ part
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        hidden_gradient.mul_(grad)
+        return hidden_gradient, weight_gradient, None

@@ -1,4 +1,4 @@
-"""One sample of images and text as the model's processor makes it: pixels in the layout of its vision tower, placeholders for them, words.
+"""Vision-language models: their parts by name, and one sample of images and text as the processor makes it.
 
 The processor runs once, on blank images. All samples of a batch are alike but for the padding of the last one, so a batch is that sample,
 repeated along the first dimension of each tensor: samples, images, tiles and patches are all counted there.
@@ -7,18 +7,60 @@ repeated along the first dimension of each tensor: samples, images, tiles and pa
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from hfopt.compat import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.processors import REFUSALS, blank_image, image_processor, readable, text_processor
-from hfopt.model.word_tokenizer import WORD
-from hfopt.schema import Assumption, DataSpec
+from hfopt.model.trl_samples import WORD
+from hfopt.schema import Assumption, DataSpec, ModelPart
+
+PART_NAMES: dict[ModelPart, tuple[str, ...]] = {
+    "vision": ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower", "vision_embed_tokens", "vpm"),
+    "projector": (
+        "multi_modal_projector",
+        "mm_projector",
+        "connector",
+        "embed_vision",
+        "aligner",
+        "qformer",
+        "language_projection",
+        "merger",
+    ),
+    "language": ("language_model", "text_model", "lm_head"),
+}
+"""What transformers calls the parts of a vision-language model (PreTrainedModel.get_encoder lists the towers); Qwen-VL's projector is the
+`merger` inside its tower."""
+
+
+def part_modules(model: nn.Module, part: ModelPart) -> tuple[str, ...]:
+    """The outermost modules of that part; a projector inside the tower is not the tower."""
+    names = [name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] in PART_NAMES[part]]
+    return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
+
+
+def freeze_parts(model: nn.Module, parts: Sequence[ModelPart]) -> None:
+    """A model without such a part has nothing to freeze: LLaMA-Factory's defaults stand in text models' files too."""
+    projector = part_modules(model, "projector")
+    for part in parts:
+        for module in part_modules(model, part):
+            for name, parameter in model.get_submodule(module).named_parameters(prefix=module):
+                if part == "projector" or not name.startswith(tuple(f"{inner}." for inner in projector)):
+                    parameter.requires_grad = False
+
+
+def modules_of_parts(model: nn.Module, parts: Sequence[ModelPart]) -> str | None:
+    """A pattern of the modules in these parts, where no adapter goes."""
+    modules = [module for part in parts for module in part_modules(model, part)]
+    return rf"(?:{'|'.join(map(re.escape, modules))})(?:\..*)?" if modules else None
+
 
 WORDS = 256  # of text beside the images, where no length is stated
 PHOTO_SIDE = 1024  # of an image, where the processor keeps what it gets and nothing says how large that is

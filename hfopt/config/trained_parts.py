@@ -1,0 +1,179 @@
+"""Which parts of a model a config trains and how: frozen towers, its images, and ways to tune that are neither LoRA nor the whole model.
+
+Sources: llamafactory 0.9.5 (hparams/finetuning_args.py, model/adapter.py) and peft 0.21 (PeftType, tuners/oft/config.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hfopt.config.lookup import Facts, whole_number
+from hfopt.config.other_tools import is_llama_factory
+from hfopt.schema import Lora, ModelPart
+
+_EDGES = frozenset({"height", "width", "shortest_edge", "longest_edge", "max_height", "max_width"})
+_FACTORY_PIXELS = 768 * 768  # llamafactory 0.9.5, hparams/model_args.py: image_max_pixels, to which larger images are shrunk first
+_PART_KEYS: dict[ModelPart, tuple[tuple[str, ...], tuple[str, ...]]] = {  # keys that freeze it, keys that train it
+    "vision": (
+        ("freeze_vision_tower", "freeze_vision", "freeze_vision_encoder", "freeze_vision_model", "freeze_vit", "freeze_image_encoder"),
+        ("tune_mm_vision", "unfreeze_vision_tower", "train_vision_tower", "unfreeze_vision"),
+    ),
+    "projector": (
+        (
+            "freeze_multi_modal_projector",
+            "freeze_mm_mlp_adapter",
+            "freeze_projector",
+            "freeze_aligner",
+            "freeze_merger",
+            "freeze_connector",
+        ),
+        ("tune_mm_mlp", "tune_mm_mlp_adapter", "train_projector"),
+    ),
+    "language": (("freeze_language_model", "freeze_llm", "freeze_text_model", "freeze_backbone_llm"), ("tune_mm_llm", "train_llm")),
+}
+"""LLaMA-Factory, LLaVA, Qwen's own finetuning scripts and ms-swift name the parts of a vision-language model so."""
+_FACTORY_FREEZES: tuple[ModelPart, ...] = ("vision", "projector")  # llamafactory 0.9.5, hparams/finetuning_args.py
+
+
+def frozen_parts(facts: Facts, *, is_factory: bool) -> tuple[ModelPart, ...]:
+    found: list[ModelPart] = []
+    for part, (freezing, training) in _PART_KEYS.items():
+        frozen = facts.true(*freezing) or facts.false(*training)
+        trained = facts.false(*freezing) or facts.true(*training)
+        if frozen or (is_factory and part in _FACTORY_FREEZES and not trained):
+            found.append(part)
+    return tuple(found)
+
+
+def has_images(facts: Facts) -> bool:
+    """The file speaks of images."""
+    return facts.has(
+        *(
+            "max_pixels",
+            "min_pixels",
+            "image_max_pixels",
+            "image_min_pixels",
+            "images_per_sample",
+            "max_images",
+            "num_images",
+            "image_size",
+        ),
+        *("image_resolution", "freeze_vision_tower", "image_column", "image_folder", "media_dir", "image_dir"),
+    )
+
+
+def image_facts(facts: Facts) -> dict[str, Any]:
+    """The fields of a DataSpec that are about images and videos."""
+    return {
+        "image_size": _side(facts, "image_size", "img_size", "image_resolution", "image_square_size", "resolution", "input_size"),
+        "images_per_sample": _count(
+            facts, "images_per_sample", "num_images_per_sample", "max_images_per_sample", "num_images", "max_images"
+        ),
+        "min_pixels": _count(facts, "min_pixels", "image_min_pixels"),
+        "max_pixels": _count(facts, "max_pixels", "image_max_pixels") or (_FACTORY_PIXELS if is_llama_factory(facts) else None),
+        "edges": _edges(facts),
+        "frames": _count(facts, "num_frames", "frames_per_clip", "max_frames", "num_video_frames"),
+    }
+
+
+def _side(facts: Facts, *names: str) -> int | None:
+    """224, or the first of [224, 224]; what cannot be an image's side is kept, so that it is refused and not overlooked."""
+    for _, value in facts.all(*names):
+        value = value[0] if isinstance(value, list) and value else value
+        if (number := whole_number(value)) is not None:
+            return number
+    return None
+
+
+def _count(facts: Facts, *names: str) -> int | None:
+    return next((number for _, value in facts.all(*names) if (number := whole_number(value)) is not None), None)
+
+
+def _edges(facts: Facts) -> dict[str, int] | None:
+    """An image processor's size, as {shortest_edge: 800, longest_edge: 1333} or {height: 640, width: 640}."""
+    for _, value in facts.all("size", "image_size", "processor_size"):
+        if isinstance(value, dict) and value and set(value) <= _EDGES:
+            found = {name: number for name, edge in value.items() if (number := whole_number(edge)) is not None}
+            if len(found) == len(value):
+                return found
+    return None
+
+
+_OF_PROMPTS = frozenset({"prompt_tuning", "p_tuning", "ptuning", "prefix_tuning", "multitask_prompt_tuning", "adaption_prompt", "cpt"})
+_OF_ADAPTERS = frozenset(
+    {
+        "ia3",
+        "adalora",
+        "loha",
+        "lokr",
+        "vera",
+        "vblora",
+        "fourierft",
+        "ln_tuning",
+        "hra",
+        "poly",
+        "bone",
+        "miss",
+        "randlora",
+        "road",
+        "shira",
+    }
+)
+_OF_ROTATIONS = frozenset({"oft", "boft"})
+_FACTORY_LAYERS, _FACTORY_OFT_BLOCK, _TOKENS = 2, 32, 20  # what the tools take where the file says nothing
+_OPTIMIZERS = {
+    "use_galore": "GaLore's projected states are not modelled: AdamW's whole ones are planned, which take more",
+    "use_apollo": "APOLLO's projected states are not modelled: AdamW's whole ones are planned, which take more",
+    "use_badam": "BAdam's blocks are not modelled: every layer is planned with its gradients and states, which take more",
+    "use_adam_mini": "Adam-mini's states are not modelled: AdamW's are planned, which take more",
+    "use_muon": "Muon's states are not modelled: AdamW's are planned, which take more",
+    "use_llama_pro": "LLaMA Pro's new blocks are not modelled: the model is planned as it is published",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TuningMethod:
+    lora: Lora | None = None  # what stands in for an adapter of another kind
+    stands_for: str | None = None  # that kind
+    virtual_tokens: int = 0  # before each sample
+    last_layers: int | None = None  # these alone train; below zero the first ones
+    notes: tuple[str, ...] = ()
+
+
+def tuning_method(facts: Facts, *, factory: bool) -> TuningMethod:
+    kind = (facts.text("finetuning_type") or "").lower() if factory else ""
+    peft_type = (facts.text("peft_type", "peft_method", "tuner_type") or "").lower().replace("-", "_")
+    optimizers = tuple(f"{key}: {words}" for key, words in _OPTIMIZERS.items() if facts.true(key))
+    if kind == "freeze":
+        return TuningMethod(last_layers=_frozen_layers(facts), notes=(*_frozen_notes(facts), *optimizers))
+    if kind == "oft" or peft_type in _OF_ROTATIONS:
+        block = facts.whole("oft_block_size") or _FACTORY_OFT_BLOCK
+        rank = max(1, block // 4)  # a rotation of blocks of b has d(b-1)/2 weights, an adapter of rank r has 2dr
+        note = f"OFT is planned as LoRA of rank {rank}, which trains about as many weights: close, not exact"
+        return TuningMethod(lora=Lora(r=rank, alpha=float(rank), target_modules="all-linear"), stands_for="OFT", notes=(note, *optimizers))
+    if peft_type in _OF_PROMPTS or facts.whole("num_virtual_tokens") is not None:
+        tokens = facts.whole("num_virtual_tokens") or _TOKENS
+        name = peft_type.replace("_", " ") or "prompt tuning"
+        note = f"{name} is planned as LoRA of rank 1 on a frozen model, with its {tokens} tokens before each sample: close, not exact"
+        return TuningMethod(lora=Lora(r=1, alpha=1.0), stands_for=name, virtual_tokens=tokens, notes=(note, *optimizers))
+    if peft_type in _OF_ADAPTERS:
+        rank = facts.whole("r", "rank", "lora_r", "init_r", "target_r") or 8
+        note = f"{peft_type} is planned as LoRA of rank {rank} on a frozen model: close, not exact"
+        return TuningMethod(lora=Lora(r=rank, alpha=2.0 * rank), stands_for=peft_type, notes=(note, *optimizers))
+    return TuningMethod(notes=optimizers)
+
+
+def _frozen_layers(facts: Facts) -> int:
+    said = facts.get("freeze_trainable_layers")
+    return said if isinstance(said, int) and not isinstance(said, bool) and said != 0 else _FACTORY_LAYERS
+
+
+def _frozen_notes(facts: Facts) -> tuple[str, ...]:
+    modules, extra = facts.text("freeze_trainable_modules") or "all", facts.text("freeze_extra_modules")
+    notes = []
+    if modules != "all":
+        notes.append(f"freeze_trainable_modules: {modules}: whole layers are planned to train, which take more")
+    if extra is not None:
+        notes.append(f"freeze_extra_modules: {extra}: not planned to train, which takes less")
+    return tuple(notes)
