@@ -14,7 +14,7 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
@@ -102,7 +102,29 @@ def checkpoints_every_n_layers() -> bool:
     """The Trainer takes `every_n_layers` out of gradient_checkpointing_kwargs and hands it to the model, from transformers 5.22 on."""
     from transformers import PreTrainedModel
 
-    return "every_n_layers" in inspect.signature(PreTrainedModel.gradient_checkpointing_enable).parameters
+    enable = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
+    return "every_n_layers" in inspect.signature(enable).parameters
+
+
+def enable_checkpointing(model: Any, options: Mapping[str, Any], **graded: int) -> None:
+    """By the name of transformers 5.23 where the model has it: the old one warns there."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=dict(options), **graded)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(options), **graded)
+
+
+def disable_checkpointing(model: Any) -> None:
+    name = "activation_checkpointing_disable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
+
+
+def is_checkpointing(model: Any) -> bool | None:
+    """None: a model that knows nothing of it."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    if found is None:
+        found = getattr(model, "is_gradient_checkpointing", None)
+    return None if found is None else bool(found)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import as_of
-from hfopt.facts.training_keys import Installed, installed
+from hfopt.facts.training_keys import NEW_SPELLINGS, Installed, installed
 from hfopt.redact import is_secret
 from hfopt.schema import Place, Problem, TrainerKind, TrainJob
 
@@ -227,7 +227,7 @@ class _Reading:
             gone = GONE.get(real)
             name = gone.to if gone is not None and real not in self.present.fields and gone.to and gone.values is None else real
             homes.setdefault(name, Home(path=section.path, key=written))
-        return homes
+        return homes | {old: homes[new] for old, new in NEW_SPELLINGS.items() if new in homes}
 
     def _place_of(self, key: str, homes: Mapping[str, Home]) -> Any:
         home = homes.get(key) or Home(path=self.layout.main.path if self.layout.main else (), key=key)

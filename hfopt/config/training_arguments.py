@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hfopt.facts.training_keys import NEW_SPELLINGS
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -98,11 +100,14 @@ BEFORE: dict[str, OldSpelling] = {
     "warmup_steps": OldSpelling(key="warmup_ratio"),
     "train_sampling_strategy": OldSpelling(key="group_by_length", values={"group_by_length": True}),
     "include_for_metrics": OldSpelling(key="include_inputs_for_metrics", values={("inputs",): True}),
+    **{new: OldSpelling(key=old) for old, new in NEW_SPELLINGS.items()},
 }
 
 # Keys that came after 4.40, for configs that are newer than the transformers that reads them (facts/argument_effects.py says since when).
 NEWER: dict[str, str] = {
     "train_sampling_strategy": "group_by_length: true",
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
     "liger_kernel_config": "",
     "use_cache": "",
     "project": "",
@@ -157,7 +162,6 @@ ALIASES: dict[str, str] = {
     "warmup": "warmup_steps",
     "num_warmup_steps": "warmup_steps",
     "use_gradient_checkpointing": "gradient_checkpointing",
-    "activation_checkpointing": "gradient_checkpointing",
     "logging_freq": "logging_steps",
     "eval_freq": "eval_steps",
     "save_freq": "save_steps",
@@ -175,7 +179,7 @@ ALSO_TAKES: dict[str, frozenset[str]] = {"fsdp": frozenset({"bool", "list"}), "r
 _KIN: tuple[tuple[str, ...], ...] = (
     (BATCH, ACCUMULATION, "per_device_eval_batch_size", "eval_accumulation_steps", "auto_find_batch_size"),
     ("micro_batch_size", ACCUMULATION, "eval_batch_size"),  # axolotl's names
-    ("gradient_checkpointing", "gradient_checkpointing_kwargs", ACCUMULATION, BATCH),
+    (*NEW_SPELLINGS.values(), *NEW_SPELLINGS, ACCUMULATION, BATCH),
     ("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "torch_dtype", "dtype", BATCH),
     (
         "dataloader_num_workers",

@@ -31,7 +31,7 @@ from hfopt.config.training_arguments import (
 )
 from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
-from hfopt.facts.training_keys import Field, Installed
+from hfopt.facts.training_keys import NEW_SPELLINGS, Field, Installed
 from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Place, Problem
 
@@ -73,7 +73,8 @@ class SectionReader:
             if isinstance(key, str):
                 self._read_key(key, value)
         self.found.extend(self._duplicates())
-        return Read(args=self.args, found=tuple(self.found))
+        renamed = {old: self.args.pop(new) for old, new in NEW_SPELLINGS.items() if new in self.args}  # the new one counts
+        return Read(args=self.args | renamed, found=tuple(self.found))
 
     def _field(self, key: str) -> Field | None:
         return self.present.fields.get(key) or self.present.seq2seq.get(key)

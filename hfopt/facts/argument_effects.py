@@ -1,7 +1,7 @@
 """What each argument does to the figures, and which versions of transformers know it: no argument is passed over in silence.
 
 Source of every row: `training_args.py`, `training_args_seq2seq.py` and `trainer_utils.py` of the last patch of each minor release from
-4.40 to 5.22, read by `training_keys.read`. A key without a row is in all of them. Kinds and defaults of keys that exist today are taken
+4.40 to 5.23, read by `training_keys.read`. A key without a row is in all of them. Kinds and defaults of keys that exist today are taken
 from the installed version; those of keys that are gone stand here.
 
 The table `argument_effects.toml` classes every field of the trainers' arguments; the classes of the installed versions are read from their
@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 from hfopt.compat.versions import release
 from hfopt.errors import ConfigError
-from hfopt.facts.training_keys import Field, Installed, installed, trl_config
+from hfopt.facts.training_keys import NEW_SPELLINGS, Field, Installed, installed, trl_config
 
 Minor = tuple[int, int]
-OLDEST, NEWEST = "4.40", "5.22"
+OLDEST, NEWEST = "4.40", "5.23"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """The minor releases that have a key: from `since` (None: 4.40 has it) to `until` (None: 5.22 still has it)."""
+    """The minor releases that have a key: from `since` (None: 4.40 has it) to `until` (None: 5.23 still has it)."""
 
     since: str | None = None
     until: str | None = None
@@ -46,6 +46,7 @@ def _since(first: str) -> Span:
 
 
 SPANS: dict[str, Span] = {
+    **dict.fromkeys(NEW_SPELLINGS.values(), _since("5.23")),
     "adafactor": _until("4.57", "bool", False),
     "dispatch_batches": _until("4.50", "bool none"),
     "evaluation_strategy": _until("4.50", "str none"),
@@ -186,6 +187,9 @@ def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
         field = fields.get(key)
         if found is not None and found.effect == "named" and value not in (None, "", [], {}) and not _default(field, value):
             yield f"{key}: {_shown(value)} is set; {found.why}"
+    options = args.get("gradient_checkpointing_kwargs")
+    if isinstance(options, Mapping) and options.get("offload"):
+        yield "gradient_checkpointing_kwargs: offload moves checkpoints to the host; no figure shows it: less on the card, slower steps"
 
 
 def _default(field: Field | None, value: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -223,3 +223,22 @@ def trl_parser_keys(trainer: str) -> TrlKeys | None:
             return None
         keys |= found.keys()
     return TrlKeys(version=metadata.version("trl"), keys=frozenset(keys))
+
+
+NEW_SPELLINGS: Mapping[str, str] = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Arguments that transformers 5.23 renamed (training_args.py, `__post_init__`): it takes both names, warns of the old one, and the new one
+wins. hfopt calls them by the old name, which every version takes: a file with neither gets that one, a file with the new one keeps it."""
+
+
+def as_spelled(args: Mapping[str, Any], fields: Collection[str]) -> dict[str, Any]:
+    """The arguments by the names that a class with these fields prefers."""
+    return {NEW_SPELLINGS[key] if NEW_SPELLINGS.get(key) in fields else key: value for key, value in args.items()}
+
+
+def both_spellings(values: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """What to set on live arguments: those that transformers 5.23 renamed under both names, as it keeps them itself."""
+    new = {NEW_SPELLINGS[key]: value for key, value in values.items() if key in NEW_SPELLINGS}
+    return {**values, **{key: value for key, value in new.items() if hasattr(args, key)}}

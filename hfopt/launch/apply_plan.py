@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfopt.compat import set_tf32
-from hfopt.compat.transformers_patches import renew_accelerator
+from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing, renew_accelerator
+from hfopt.facts.training_keys import both_spellings
 from hfopt.oom import record
 from hfopt.oom.device_memory import read
 from hfopt.planner.changes import PRECISION_KEYS
@@ -31,11 +32,12 @@ def apply_changes(trainer: Any, changes: Sequence[Change], *, divides_loss: bool
     args = trainer.args
     _switch_attention(trainer.model, changes)
     changes = [change for change in changes if change.key != _ATTENTION]
-    before = {key: getattr(args, key) for key in ("torch_compile_backend", *(change.key for change in changes))}
+    wanted = both_spellings({change.key: change.after for change in changes}, args)
+    before = {key: getattr(args, key) for key in ("torch_compile_backend", *wanted)}
     batch, accepts = trainer._train_batch_size, trainer.model_accepts_loss_kwargs
     try:
-        for change in changes:
-            setattr(args, change.key, change.after)
+        for key, value in wanted.items():
+            setattr(args, key, value)
         _bring_after(trainer, frozenset(change.key for change in changes), batch)
         if divides_loss:
             trainer.model_accepts_loss_kwargs = False
@@ -83,10 +85,10 @@ def _regroup_generations(args: Any, old_batch: int) -> None:
 def _checkpoint(trainer: Any) -> None:
     """Switched on by the Trainer itself when it begins; off, and DDP's flag, are up to us."""
     args, model = trainer.args, trainer.model
-    if not args.gradient_checkpointing and getattr(model, "is_gradient_checkpointing", False):
-        model.gradient_checkpointing_disable()
+    if not args.gradient_checkpointing and is_checkpointing(model):
+        disable_checkpointing(model)
     handler = getattr(trainer.accelerator, "ddp_handler", None)
-    if handler is not None and args.ddp_find_unused_parameters is None and hasattr(model, "is_gradient_checkpointing"):
+    if handler is not None and args.ddp_find_unused_parameters is None and is_checkpointing(model) is not None:
         handler.find_unused_parameters = not args.gradient_checkpointing
 
 

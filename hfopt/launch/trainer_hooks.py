@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hfopt.compat.transformers_patches import checkpoint_batch
+from hfopt.facts.training_keys import both_spellings
 from hfopt.launch.handoff import Handoff, RestartOrders, RunOptions, RunStart
 from hfopt.launch.heartbeat import Heart, callback
 from hfopt.oom import record
@@ -95,6 +96,6 @@ def _obey(args: Any) -> int | None:
     if orders is None:
         return None
     asked: int = args.gradient_accumulation_steps
-    for key, value in orders.changes.items():
+    for key, value in both_spellings(orders.changes, args).items():
         setattr(args, key, value)
     return asked if asked != args.gradient_accumulation_steps else None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
 from hfopt.model.builder import build_here, checkpoint_dtype, repeated_blocks
@@ -96,8 +97,8 @@ def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
         _as_before_training(module)
     if beside:
         carry(twin, beside)
-    if getattr(twin, "is_gradient_checkpointing", False):
-        twin.gradient_checkpointing_disable()
+    if is_checkpointing(twin):
+        disable_checkpointing(twin)
     if not keep_weights and uses_flash_kernel(twin):
         twin.set_attn_implementation("sdpa")
     assert isinstance(twin, nn.Module)

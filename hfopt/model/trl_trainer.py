@@ -23,6 +23,7 @@ from torch import nn
 
 from hfopt.compat.transformers_patches import undisturbed
 from hfopt.errors import WorkloadError
+from hfopt.facts.training_keys import as_spelled
 from hfopt.model.losses import Alone, apart, carry, loss_of
 from hfopt.model.trl_samples import SampleSize, rows, tokenizer
 from hfopt.schema import GENERATING
@@ -140,7 +141,8 @@ class TrlSetup:
         plain = {"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "gradient_checkpointing": False}
         plain["remove_unused_columns"] = False  # as the trainers that collate raw columns ask for
         batch = max(group, 2)  # KTO takes no single sample
-        return self._as_lists(chosen) | plain | {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+        plain |= {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch}
+        return self._as_lists(chosen) | as_spelled(plain, {field.name for field in dataclasses.fields(self.classes.config)})
 
     def _as_lists(self, chosen: dict[str, Any]) -> dict[str, Any]:
         """TRL's parser makes a list of a single word where the argument is one (DPO's loss_type)."""

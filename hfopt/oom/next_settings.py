@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfopt.compat.transformers_patches import enable_checkpointing, is_checkpointing
 from hfopt.oom import device_memory, record
 from hfopt.oom.step_down import Refusal, Situation, next_step
 from hfopt.schema import Candidate, Checkpointing, MemoryModel, NextSettings, OomSeen, Precision, ReplanStep, RunFailure
@@ -31,7 +32,7 @@ class Fit:
         args = self._trainer.args
         product = args.per_device_train_batch_size * args.gradient_accumulation_steps
         precision: Precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
-        on = bool(getattr(self._trainer.model, "is_gradient_checkpointing", False))
+        on = is_checkpointing(self._trainer.model) is True
         return Candidate(
             per_device_batch=size,
             accumulation=max(1, product // size),
@@ -69,7 +70,7 @@ class Fit:
         return None
 
     def enable_checkpointing(self) -> None:
-        self._trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(self._trainer.model, {"use_reentrant": False})
 
     def _can_checkpoint(self) -> bool:
         return bool(getattr(self._trainer.model, "supports_gradient_checkpointing", False)) and not self._trainer.args.torch_compile

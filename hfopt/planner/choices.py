@@ -192,8 +192,9 @@ def likely(pool: Sequence[Candidate], device: TargetDevice, current: Candidate) 
 
 
 def defaults() -> dict[str, Any]:
-    """The Trainer's, with the one that it decides while its class is made."""
-    return {name: item.default for name, item in installed().fields.items()} | {"optim": default_optim()}
+    """The Trainer's, with those that it decides while its class is made and when it reads them."""
+    found = {name: item.default for name, item in installed().fields.items()}
+    return found | {"optim": default_optim(), "gradient_checkpointing": False}
 
 
 def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing, ...]:
@@ -205,9 +206,8 @@ def _checkpointings(subject: Subject, current: Candidate) -> tuple[Checkpointing
 
 
 def tool_checkpoints(subject: Subject) -> bool:
-    """The file's tool (LLaMA-Factory) switches checkpointing by a key of its own and never reads gradient_checkpointing_kwargs."""
-    home = None if subject.loaded is None else subject.loaded.homes.get("gradient_checkpointing")
-    return home is not None and home.word is not None
+    """The file's tool (LLaMA-Factory, axolotl) switches checkpointing itself and never reads `every_n_layers`."""
+    return subject.job.tool is not None
 
 
 def _graded(for_transformers: str | None) -> bool:

@@ -12,6 +12,7 @@ from functools import partial
 from hfopt.compat.versions import torch_build
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
+from hfopt.facts.training_keys import NEW_SPELLINGS
 from hfopt.hardware.installed_software import missing_kernels
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
@@ -217,13 +218,15 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
 
 
 def _as_written(subject: Subject, made: tuple[Change, ...]) -> dict[str, Change]:
-    """Changes of keys that the file's tool spells otherwise (LLaMA-Factory's disable_gradient_checkpointing), as they stand in the file."""
+    """Changes of keys that the file spells otherwise (LLaMA-Factory's disable_gradient_checkpointing, names of transformers 5.23)."""
     homes = {} if subject.loaded is None else subject.loaded.homes
     spelled = ((change, homes[change.key]) for change in made if change.key in homes)
     return {
-        change.key: replace(change, key=home.key, before=home.word.say(change.before), after=home.word.say(change.after))
+        change.key: replace(change, key=home.key)
+        if home.word is None
+        else replace(change, key=home.key, before=home.word.say(change.before), after=home.word.say(change.after))
         for change, home in spelled
-        if home.word is not None
+        if home.word is not None or home.key == NEW_SPELLINGS.get(change.key)
     }
 
 

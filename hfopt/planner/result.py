@@ -12,6 +12,7 @@ from typing import Any
 from hfopt.config.read_job import Loaded
 from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
+from hfopt.facts.training_keys import both_spellings
 from hfopt.schema import Candidate, Change, Chosen, EvaluationPeak, PlanCharts, PlanFacts, PlannedMemory, Priced
 
 
@@ -57,7 +58,7 @@ class Plan:
         unknown = sorted(set(planned) - names)
         if unknown:
             raise ConfigError(f"{type(args).__name__} has no {unknown[0]}")
-        return dataclasses.replace(args, **planned)
+        return dataclasses.replace(args, **both_spellings(planned, args))
 
     def edited(self) -> Edited:
         if self.loaded is None:

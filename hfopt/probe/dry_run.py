@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from hfopt.errors import DryRunError
+from hfopt.facts.training_keys import as_spelled
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, EvaluationPeak, Gpu, TrainJob, Trial
@@ -111,7 +112,7 @@ def training_arguments(
         chosen["optim"] = candidate.optim
     if candidate.checkpointing.on:
         chosen["gradient_checkpointing_kwargs"] = _checkpointing(job, candidate)
-    return {key: value for key, value in chosen.items() if key in fields}
+    return {key: value for key, value in as_spelled(chosen, fields).items() if key in fields}
 
 
 def _precision(candidate: Candidate, device: Device) -> dict[str, Any]:

@@ -21,7 +21,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfopt.compat import let_gradients_through, package_version, quietly
 from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalidated_distributions
-from hfopt.compat.transformers_patches import assignments_by_shape, checkpoints_every_n_layers, masks_read, trainer_turns_cache_off
+from hfopt.compat.transformers_patches import (
+    assignments_by_shape,
+    checkpoints_every_n_layers,
+    enable_checkpointing,
+    masks_read,
+    trainer_turns_cache_off,
+)
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_attention import grouped_windows
@@ -65,11 +71,11 @@ def _set_checkpointing(model: Any, settings: StepSettings) -> None:
         raise TraceError(
             f"{type(model).__name__} does not support gradient checkpointing", hint="leave gradient_checkpointing off for this model"
         )
-    kwargs: dict[str, Any] = {"gradient_checkpointing_kwargs": {"use_reentrant": checkpointing.use_reentrant}}
+    graded: dict[str, int] = {}
     if checkpointing.every_n_layers > 1:
         _require_grades(checkpointing.every_n_layers)
-        kwargs["every_n_layers"] = checkpointing.every_n_layers
-    model.gradient_checkpointing_enable(**kwargs)
+        graded["every_n_layers"] = checkpointing.every_n_layers
+    enable_checkpointing(model, {"use_reentrant": checkpointing.use_reentrant}, **graded)
     if checkpointing.use_reentrant:
         let_gradients_through(model)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from hfopt.config.read_job import Loaded, load, load_bytes
+from hfopt.config.yaml_edit import edit
 from hfopt.errors import ConfigError
-from hfopt.schema import TrainJob
+from hfopt.facts.training_keys import installed
+from hfopt.schema import Change, Checkpointing, TrainJob
 
 
 def read(text: str, **options: object) -> Loaded:
@@ -117,3 +119,24 @@ def test_two_thousand_keys_are_no_burden() -> None:
     extra = "".join(f"some_unknown_key_{number}: {number}\n" for number in range(2000))
     loaded = read("per_device_train_batch_size: 4\nlearning_rate: 0.1\n" + extra)
     assert loaded.problems == () and loaded.job is not None
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_is_read_and_written_under_either_name(name: str) -> None:
+    text = f"model_name_or_path: gpt2\noutput_dir: o\n{name}: true\n{name}_kwargs: {{every_n_layers: 2, use_reentrant: false}}\n"
+    loaded = read(text)
+    assert loaded.job is not None and loaded.job.settings.checkpointing == Checkpointing(every_n_layers=2)
+    if name in installed().fields:
+        assert loaded.problems == ()
+        changed = edit(loaded, [Change(key="gradient_checkpointing", before=True, after=False, reason="")])
+        assert changed.data.decode() == text.replace(f"{name}: true", f"{name}: false")
+    else:
+        assert {problem.code for problem in loaded.problems} == {"newer_key"}
+
+
+def test_of_both_names_the_new_one_counts_and_a_file_for_an_older_version_gets_the_old_one() -> None:
+    if "activation_checkpointing" in installed().fields:
+        both = read("output_dir: o\ngradient_checkpointing: true\nactivation_checkpointing: false\n")
+        assert both.job is not None and not both.job.settings.checkpointing.on
+    older = read("output_dir: o\nmax_steps: 3\nactivation_checkpointing: true\n", for_transformers="4.57")
+    assert [problem.fix for problem in older.problems] == ["gradient_checkpointing: true"]

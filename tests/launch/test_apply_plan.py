@@ -64,3 +64,12 @@ def test_half_a_change_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
         apply_changes(run, changed(per_device_train_batch_size=8, bf16=True), divides_loss=True)
     assert (run.args.per_device_train_batch_size, run.args.bf16, run._train_batch_size) == (4, False, 4)
     assert run.model_accepts_loss_kwargs is True and renewed == [True, False]
+
+
+def test_a_model_and_arguments_of_transformers_5_23_are_switched_under_their_new_names() -> None:
+    run = trainer(activation_checkpointing=True)
+    run.model.is_activation_checkpointing = True
+    run.model.activation_checkpointing_disable = lambda: setattr(run.model, "is_activation_checkpointing", False)
+    apply_changes(run, changed(gradient_checkpointing=False))
+    assert (run.args.activation_checkpointing, run.args.gradient_checkpointing) == (False, False)
+    assert run.model.is_activation_checkpointing is False and run.model.is_gradient_checkpointing is True, "the old name is left alone"

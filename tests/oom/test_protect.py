@@ -153,8 +153,11 @@ def test_a_contrastive_loss_is_refused_by_name_and_checkpointing_takes_over(lab:
     trainer = hfopt.protect(lab.trainer("causal", kind=Contrastive))
     memory = too_small(at={(1, 0): ("forward", 4)})
     memory.watch(trainer, layer_of(trainer.model))
-    fits_when_checkpointed = trainer.model.gradient_checkpointing_enable
-    trainer.model.gradient_checkpointing_enable = lambda **more: (memory.at.clear(), fits_when_checkpointed(**more))
+    name = (
+        "activation_checkpointing_enable" if hasattr(trainer.model, "activation_checkpointing_enable") else "gradient_checkpointing_enable"
+    )
+    fits_when_checkpointed = getattr(trainer.model, name)
+    setattr(trainer.model, name, lambda **more: (memory.at.clear(), fits_when_checkpointed(**more)))
     trainer.train()
     assert refusal(trainer).name == "contrastive"
     assert "with gradient checkpointing, 8 at a time" in capsys.readouterr().err

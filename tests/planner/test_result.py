@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ from made_plan import CANDIDATE, FACTS, PLAN
 
 from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError
+from hfopt.facts.training_keys import as_spelled
 from hfopt.planner import comparison, memory_table
 from hfopt.planner.result import Plan
 from hfopt.planner.target import link_of
 from hfopt.schema import (
     BatchShape,
+    Change,
     Correction,
     DataSpec,
     EngineChoice,
@@ -43,6 +46,16 @@ def test_a_plan_made_from_arguments_gives_arguments_and_the_changed_keys() -> No
         PLAN.edited()
     with pytest.raises(ConfigError, match="Candidate has no per_device_train_batch_size"):
         PLAN.apply(CANDIDATE)
+
+
+def test_checkpointing_is_switched_off_under_every_name_the_installed_version_reads(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    names = {field.name for field in fields(TrainingArguments)}
+    given = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], **as_spelled({"gradient_checkpointing": True}, names))
+    off = Change(key="gradient_checkpointing", before=True, after=False, reason="")
+    applied = replace(PLAN, facts=replace(PLAN.facts, changes=(off,))).apply(given)
+    assert applied.gradient_checkpointing is False and getattr(applied, "activation_checkpointing", False) is False
 
 
 def test_a_notebook_shows_the_plan() -> None:

@@ -64,6 +64,7 @@ def test_a_transformers_without_it_is_named(tiny_gpt2: Make, monkeypatch: pytest
     def enable(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
         """As it was before 5.22."""
 
+    monkeypatch.delattr(PreTrainedModel, "activation_checkpointing_enable", raising=False)
     monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
     with pytest.raises(TraceError, match=r"cannot checkpoint every n-th layer \(n = 2\)"):
         prepared(tiny_gpt2(), EACH_SECOND)()
@@ -72,15 +73,15 @@ def test_a_transformers_without_it_is_named(tiny_gpt2: Make, monkeypatch: pytest
 def test_reentrant_checkpointing_over_frozen_embeddings_has_gradients_to_pass_on(tiny_gpt2: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import PreTrainedModel
 
-    plain = PreTrainedModel.gradient_checkpointing_enable
+    plain = getattr(PreTrainedModel, "activation_checkpointing_enable", PreTrainedModel.gradient_checkpointing_enable)
 
     def enable(self: Any, gradient_checkpointing_kwargs: Any = None) -> None:
         """As it was before 5: the embeddings are left alone."""
-        plain(self, gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+        plain(self, gradient_checkpointing_kwargs)
         if getattr(self, "_require_grads_hook", None) is not None:
             self.disable_input_require_grads()
 
-    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
+    monkeypatch.setattr("hfopt.trace.tracer.enable_checkpointing", lambda model, options: enable(model, dict(options)))
     reentrant = StepSettings(checkpointing=Checkpointing(every_n_layers=1, use_reentrant=True))
     workload = tiny_gpt2()
     frozen = replace(workload, build_model=lambda: without_embeddings(workload.build_model()))
