@@ -3,23 +3,26 @@
 usage: python benchmarks/trainer_runs.py [CSV] [--traces FILE] [--what speed|memory]
 
 CSV is shaped like benchmarks/data/trainer_runs.csv (the default): every setting is kept as the row states it, and none is tuned to. The
-installed versions are traced, whatever the row's were, and priced under the torch of the row; `ambiguity` in the file says what a row
-leaves open. Optimizers that transformers or apex had then are traced as what they launch: `adamw_hf` goes through the parameters one by
-one, apex's is one fused kernel. Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The last line is one JSON object;
-nothing here was measured by us.
+installed versions are traced, whatever the row's were, and priced under the torch of the row; what of the row's own stack decides the
+peak goes in as a fact with its source: the loss of that transformers, TRL's cast of a 4-bit model, the adapters' dropout. `ambiguity` in
+the file says what a row leaves open. Optimizers that transformers or apex had then are traced as what they launch: `adamw_hf` goes
+through the parameters one by one, apex's is one fused kernel. Qwen-7B ran as remote code; Qwen2 of the same sizes stands in for it. The
+last line is one JSON object; nothing here was measured by us.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import functools
 import json
 import pickle
 import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from typing import Any
 from published_rows import NotACase, card_of, torch_of
 from speed_accuracy import roofline_step_s
 
+from hfopt.memory.allocator import AllocatorOptions
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, Quantization, StepSettings
@@ -38,6 +42,7 @@ DATA = Path(__file__).parent / "data" / "trainer_runs.csv"
 Row = dict[str, str]
 SPEED = ("samples_per_s", "step_seconds")
 BYTES = {"MiB": MIB, "GiB": GIB, "GB": 1e9, "bytes": 1}
+SHIFTED_LOGITS = ((4, 46), (4, 48))  # transformers.loss came with 4.46; transformers#35646 shifts the labels instead (4.49)
 QWEN_7B = {  # config.json of Qwen/Qwen-7B-Chat, in Qwen2's words
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -50,6 +55,10 @@ QWEN_7B = {  # config.json of Qwen/Qwen-7B-Chat, in Qwen2's words
 LORA_TARGETS = {
     "qkvo": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "c_attn,c_proj,w1,w2": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+}
+LORA_DROPOUT = {
+    "foundation-model-stack/fms-acceleration": 0.1,  # its scripts/benchmarks/scenarios.yaml
+    "QwenLM/Qwen": 0.05,  # LoraArguments of its finetune.py
 }
 
 
@@ -67,7 +76,13 @@ class Run:
     @property
     def key(self) -> str:
         """What decides the trace."""
-        return repr((self.model, self.settings, self.length))
+        return repr((self.model, self.settings, self.length, self.copies_logits))
+
+    @property
+    def copies_logits(self) -> bool:
+        """Whether the row's transformers shifted the logits, in a copy, instead of the labels."""
+        stated = re.search(r"transformers (\d+)\.(\d+)", self.row["versions/date"])
+        return stated is not None and SHIFTED_LOGITS[0] <= (int(stated[1]), int(stated[2])) <= SHIFTED_LOGITS[1]
 
     @property
     def title(self) -> str:
@@ -126,7 +141,7 @@ def _model(row: Row, weights: str) -> ModelSpec:
         task=_task(row["task"]),  # type: ignore[arg-type]
         weights_dtype=weights,
         attn_implementation=row["attention"],
-        lora=_lora(details),
+        lora=_lora(details, row["source"]),
         quantization=quantized,
         overrides=QWEN_7B if qwen else {},
     )
@@ -140,13 +155,14 @@ def _task(text: str) -> str:
     return found
 
 
-def _lora(details: str) -> Lora | None:
+def _lora(details: str, source: str) -> Lora | None:
     if details == "full":
         return None
     match = re.search(r"r=(\d+) (\S+)$", details)
     if match is None or match[2] not in LORA_TARGETS:
         raise NotACase(f"adapter '{details}' is not known")
-    return Lora(r=int(match[1]), target_modules=LORA_TARGETS[match[2]])
+    dropout = next((share for name, share in LORA_DROPOUT.items() if source.startswith(name)), 0.0)
+    return Lora(r=int(match[1]), target_modules=LORA_TARGETS[match[2]], dropout=dropout)
 
 
 def _precision(text: str) -> tuple[str, str]:
@@ -182,11 +198,43 @@ class Traces:
     def of(self, run: Run) -> Estimate:
         if run.key not in self._found:
             workload = from_spec(run.model, DataSpec(max_length=run.length))
-            self._found[run.key] = estimate(workload, run.settings)
+            if run.model.quantization is not None and "SFTTrainer" in run.row["task"]:
+                workload = replace(workload, build_model=functools.partial(_cast_by_trl, workload.build_model))
+            with shifted_logits() if run.copies_logits else contextlib.nullcontext():
+                self._found[run.key] = estimate(workload, run.settings)
             if self._kept is not None:
                 self._kept.with_suffix(".new").write_bytes(pickle.dumps(self._found))
                 self._kept.with_suffix(".new").replace(self._kept)
         return self._found[run.key]
+
+
+@contextlib.contextmanager
+def shifted_logits() -> Iterator[None]:
+    """The loss of causal models as transformers 4.46 to 4.48 had it: a float32 copy of the logits, and a second one without the last
+    token, where the labels are shifted since (transformers#35646)."""
+    from transformers.loss import loss_utils
+
+    def loss(logits: Any, labels: Any, vocab_size: int, num_items_in_batch: Any = None, **_: Any) -> Any:
+        logits = logits.float()
+        shifted, targets = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+        return loss_utils.fixed_cross_entropy(shifted.view(-1, vocab_size), targets.view(-1), num_items_in_batch)
+
+    kept = loss_utils.LOSS_MAPPING["ForCausalLM"]
+    loss_utils.LOSS_MAPPING["ForCausalLM"] = loss
+    try:
+        yield
+    finally:
+        loss_utils.LOSS_MAPPING["ForCausalLM"] = kept
+
+
+def _cast_by_trl(build: Callable[[], Any]) -> Any:
+    """TRL's peft_module_casting_to_bf16, which its SFTTrainer called for a 4-bit model in bf16: the embeddings and the head
+    that prepare_model_for_kbit_training had widened."""
+    model = build()
+    for name, module in model.named_modules():
+        if name.endswith(("embed_tokens", "lm_head")):
+            module.bfloat16()
+    return model
 
 
 def predict(run: Run, made: Estimate, speed: Speed | None = None) -> Answer:
@@ -209,11 +257,13 @@ def speed_as_run(run: Run) -> Speed:
 
 def _memory_bytes(run: Run, made: Estimate) -> float:
     """By what the row's figure holds: what torch allocated or the Trainer's peak, else all of it as nvidia-smi shows it less the context
-    (fms-acceleration subtracts a baseline)."""
-    peak, kind = made.curve.peak(run.batch), run.row["metric_kind"]
+    (fms-acceleration subtracts a baseline). The allocator is that of the row's torch, on the row's card."""
+    curve, kind = made.curve, run.row["metric_kind"]
+    room = (run.gpu.usable_bytes or run.gpu.memory_bytes) - curve.context_bytes
+    replay = curve.replay(run.batch, AllocatorOptions(torch_version=torch_of(run.row["versions/date"])), capacity_bytes=room)
     if kind in ("torch_max_allocated", "trainer_mem_peak_less_weights_plus_buckets"):
-        return peak.allocated_bytes
-    return peak.reserved_bytes + peak.context_bytes
+        return replay.allocated_bytes
+    return replay.reserved_bytes + curve.context_bytes
 
 
 # ---------------------------------------------------------------------------------------------- the comparison
