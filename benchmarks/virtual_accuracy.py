@@ -99,6 +99,10 @@ STATE_SPACE = tuple(
     Case(model=f"tiny:{name}", batch=5, length=200)
     for name in ("falcon_h1", "bamba", "lfm2", "zamba", "zamba2", "jamba", "mamba", "mamba2", "granitemoehybrid")
 )
+ENCODERS = tuple(
+    Case(model=f"tiny:{name}", batch=5, length=256)
+    for name in ("mpnet", "modernbert", "deberta", "deberta_v2", "xlnet_classifier", "electra", "funnel", "led")
+)
 
 
 def matrix() -> Iterator[Case]:
@@ -108,6 +112,7 @@ def matrix() -> Iterator[Case]:
     yield from VISION_LANGUAGE
     yield from OTHER_INPUTS
     yield from STATE_SPACE
+    yield from ENCODERS
 
 
 class VirtualCard:

@@ -78,6 +78,15 @@ _HOST = -1
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ADD = torch.ops.aten.add.Tensor
+_ZEROS = frozenset({torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default})
+_INTO_ZEROS = frozenset(
+    {
+        torch.ops.aten.index_add.default,
+        torch.ops.aten.scatter_add.default,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten.scatter.src,
+    }
+)
 _HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.default)
 
 
@@ -218,7 +227,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if func is _DEVICE:
             return args[0].fake_device if hasattr(args[0], "fake_device") else func(*args)
         kwargs = kwargs or {}
-        self.last_operation = func
+        before, self.last_operation = self.last_operation, func
         if func is _ITEM:
             return self._values.read(args[0])
         known = ctc_output(func, args) if func in CTC else self._values.known_output(func, args, kwargs)
@@ -231,6 +240,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             if func is _ADD and self._accumulates_in_place(args):
                 self._hand_over(args[0], out)
             else:
+                if func in _INTO_ZEROS and before in _ZEROS and self._fills_its_zeros(args[0]):
+                    self._hand_over(args[0], out)
                 self._take_outputs(func, args, kwargs, out)
             if self.costing and self._cost is not None:
                 priced = self._cost(func, args, kwargs, out)
@@ -301,6 +312,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
             and torch._C._storage_Use_Count(storage._cdata) <= 2
             and old.numel() * old.element_size() == storage.nbytes()
         )
+
+    def _fills_its_zeros(self, zeros: Any) -> bool:
+        """The backward of index_select, gather, indexing and max writes into the zeros it has just made; for fake tensors, which count as
+        tensor subclasses, into a copy of them (torch/csrc/autograd/FunctionsManual.cpp, isTensorSubclassLike)."""
+        if self.phase != "backward" or torch._C._current_autograd_node() is None or torch.is_grad_enabled():
+            return False
+        return isinstance(zeros, torch.Tensor) and self._blocks.get(zeros.untyped_storage()._cdata, _HOST) == self._next - 1
 
     def _hand_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """The new storage takes over the old one's block."""

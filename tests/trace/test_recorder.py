@@ -99,3 +99,17 @@ def test_accumulation_keeps_gradients_through_the_second_micro_batch(tiny_gpt2: 
 def test_fp16_with_a_scaler_and_both_kinds_of_checkpointing(tiny_gpt2: Make, reentrant: bool) -> None:
     settings = StepSettings(precision="fp16", checkpointing=Checkpointing(every_n_layers=1, use_reentrant=reentrant))
     assert estimate(tiny_gpt2(), settings).curve.peak(8).reserved_bytes > 0
+
+
+def test_a_gradient_is_written_into_the_zeros_made_for_it(tiny_gpt2: Make) -> None:
+    """As on CUDA: for fake tensors, autograd's formulas write into a copy."""
+    wide = 64 * 256
+    chosen: dict[str, tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = {  # with how many tensors of this width live at the peak
+        "index_select": (1, lambda z: z.index_select(1, torch.arange(4))),
+        "gather": (2, lambda z: z.gather(1, torch.zeros(len(z), 4, dtype=torch.long))),  # its backward keeps the input
+        "indexing": (1, lambda z: z[:, torch.arange(4)]),
+    }
+    for name, (live, choose) in chosen.items():
+        workload = _workload(tiny_gpt2, lambda y, mask, choose=choose: choose(torch.cat([y] * 64, dim=1)))
+        peak = estimate(workload, StepSettings()).curve.peak(1024)
+        assert live < peak.allocated_bytes / (1024 * wide * 4) < live + 0.5, name
