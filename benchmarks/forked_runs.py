@@ -124,11 +124,15 @@ def _wait(pid: int, timeout_s: float) -> dict[str, Any]:
 
 
 def _serve() -> None:
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment]  # peft imports it, it asks for the card at once; no draw needs it
     import transformers
 
+    from hfopt.model.trl_trainer import trl_classes
     from hfopt.probe import dry_run_worker, training_steps
 
     assert training_steps and dry_run_worker and transformers.Trainer and transformers.TrainingArguments, "imported once, for every fork"
+    for kind in ("SFT", "DPO", "KTO", "Reward"):
+        trl_classes(kind)
     for line in sys.stdin:
         order = json.loads(line)
         pid = os.fork()
