@@ -4,20 +4,42 @@ Numbers, texts, booleans, None and tuples (as arrays) stand for themselves. Ever
 is: `{"$list": […]}`, `{"$dict": [[key, value], …]}`, `{"$array": [dtype, […]]}`, `{"Where": [field, …]}`; `{"$rows": [name, [[field, …],
 …]]}` for a long tuple of one dataclass, `{"$shared": [keys, values, which]}` for a mapping with few different values. Fields whose names
 begin with an underscore are what a value works out for itself: they are left out. Reading calls only the dataclasses it is given, so a
-hostile text can make a wrong value, never run anything.
+hostile text can make a wrong value, never run anything. `plain` goes one way only.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 _LIST, _DICT, _SHARED, _ARRAY, _ROWS, _SET = "$list", "$dict", "$shared", "$array", "$rows", "$set"
 _MANY = 16  # entries of a mapping from which on equal values are written once
 _DTYPES = ("int64", "float64", "bool")
 _PLAIN = (str, int, float, bool, type(None))
+
+
+def plain(value: Any) -> Any:
+    """As JSON for others, who know none of our types: an object for a dataclass, a list for what has an order or is a set, null for a
+    number that is none; nothing of it is read back."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, frozenset | set):
+        return sorted(plain(item) for item in value)
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value)
 
 
 class NotPlainError(ValueError):

@@ -11,9 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 import typer
 
+from hfopt.cli.json_output import CommandLine, answer_error, command_line
 from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, say_what_the_terminal_can
 from hfopt.errors import HfoptError
 
@@ -29,6 +31,9 @@ def _version(show: bool) -> None:
 def root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version and exit.")) -> None:
     pass
 
+
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""The parser's complaint about the words, of which BadParameter is one: newer versions of typer carry their own click."""
 
 COMMANDS: tuple[str, ...] = (
     # one module of this package each, in the order --help lists them; its function of the same name is the command
@@ -46,6 +51,7 @@ COMMANDS: tuple[str, ...] = (
     "gpus",
     "cache",
     "doctor",
+    "schema",
 )
 
 
@@ -78,17 +84,42 @@ def command() -> None:
         os._exit(end.code)
 
 
+def _parser(words: Sequence[str]) -> tuple[CommandLine, Any]:
+    parser: Any = typer.main.get_command(application(words))
+    return command_line(words, parser.commands.get(words[0]) if words else None).in_one_form(), parser
+
+
+def _run(line: CommandLine, parser: Any) -> None:
+    """The parser itself says what is wrong with the words; whoever wants JSON gets that as JSON too."""
+    if not line.wants_json:
+        parser(args=list(line.words), prog_name="hfopt")
+        return
+    try:
+        code = parser(args=list(line.words), prog_name="hfopt", standalone_mode=False)
+    except typer.Abort:
+        sys.exit(1)
+    except USAGE_ERROR as wrong:
+        wrong.show()
+        hint = f"`{wrong.ctx.command_path if wrong.ctx else 'hfopt'} --help` lists what can be given"
+        answer_error(HfoptError(wrong.format_message(), hint=hint), line.words, kind="UsageError")
+        sys.exit(wrong.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
 def main() -> None:
     """Runs the app and turns our errors into messages."""
     say_what_the_terminal_can()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it warns of kernels for the CPU, which nothing here runs
+    line, parser = _parser(sys.argv[1:])
     try:
         try:
-            application(sys.argv[1:])(prog_name="hfopt")
+            _run(line, parser)
         finally:
             sys.stdout.flush()  # a full disk is found here, and not by the interpreter when it has nobody left to tell
     except HfoptError as error:
         print_error(error)
+        if line.wants_json:
+            answer_error(error, line.words)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell counts SIGINT

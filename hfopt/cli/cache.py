@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hfopt import files
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.output import answer, people
 from hfopt.store import OFF, Store, StoredEntry, age_words
 from hfopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from hfopt.schema.outputs import CacheOutput
 
 
 class Action(str, Enum):
@@ -46,12 +49,12 @@ def cache(
         return
     entries = list(store.entries())
     if as_json:
-        answer(json.dumps(_as_data(store, entries), indent=2) + "\n")
+        answer_json("cache", _as_data(store, entries))
     else:
         _table(store, entries)
 
 
-def _as_data(store: Store, entries: list[StoredEntry]) -> dict[str, object]:
+def _as_data(store: Store, entries: list[StoredEntry]) -> CacheOutput:
     return {
         "folder": str(store.folder),
         "most_bytes": store.most_bytes,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfopt.cli.output import answer, people, write_out
+from hfopt.cli.json_output import answer_json
+from hfopt.cli.output import answer, people
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _measure(*, steps: bool, as_json: bool) -> None:
     except OSError as error:
         raise ConfigError(f"the calibration cannot be kept: {error.strerror} ({error.filename})") from error
     if as_json:
-        write_out(made.to_json().encode(), None)
+        answer_json("calibrate", made)
     else:
         answer(_words(made))
     if why_not is not None:
@@ -70,7 +70,7 @@ def _show(*, as_json: bool) -> None:
 
     found = stored()
     if as_json:
-        write_out((json.dumps([json.loads(one.to_json()) for one in found], indent=2, ensure_ascii=False) + "\n").encode(), None)
+        answer_json("calibrate", found)
         return
     for one in found:
         why_not = unfit(one)

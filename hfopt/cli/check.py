@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from hfopt.cli.json_output import json_text
 from hfopt.cli.options import Accelerate, ForTransformers, Section
 from hfopt.cli.output import people, remark, write_out
 from hfopt.errors import ConfigError
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hfopt.config.read_job import Loaded
     from hfopt.config.yaml_edit import Edited
     from hfopt.schema import Problem, TrainJob
+    from hfopt.schema.outputs import BatchOutput, CheckedProblem, CheckOutput
 
 FORMATS = ("text", "github", "sarif")
 _TRAINING_KEY = re.compile(rb"^\s*-?\s*['\"]?(per_device_train_batch_size|gradient_accumulation_steps|num_train_epochs)\b", re.MULTILINE)
@@ -67,8 +68,7 @@ def check(
     loaded = _with_gradients(read)
     edited = _upgraded(loaded) if upgrade else None
     if as_json:
-        text = json.dumps(_as_data(loaded), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        write_out(text.encode(), None if upgrade else output)
+        write_out(json_text("check", _as_data(loaded)).encode(), None if upgrade else output)
     else:
         _tell(loaded, edited)
     if edited is None:
@@ -269,24 +269,41 @@ def _factors(loaded: Loaded) -> str:
 
 def _as_data(loaded: Loaded) -> dict[str, Any]:
     from hfopt.redact import scrub
+    from hfopt.typed_json import plain
 
     job, repairable = loaded.job, _repairable(loaded)
-    batch = job and {
-        "value": job.effective_batch,
-        "per_device": job.per_device_batch,
-        "accumulation": job.accumulation,
-        "world_size": job.world_size,
-    }
-    data = {
+    batch: BatchOutput | None = (
+        None
+        if job is None
+        else {
+            "value": job.effective_batch,
+            "per_device": job.per_device_batch,
+            "accumulation": job.accumulation,
+            "world_size": job.world_size,
+        }
+    )
+    data: CheckOutput = {
         "path": loaded.document.path,
         "transformers": loaded.transformers_version,
         "section": ".".join(job.section) if job else None,
         "trainer": job.trainer if job else None,
         "effective_batch": batch,
         "arguments": dict(job.raw) if job else None,
-        "model": dataclasses.asdict(job.model) if job else None,
-        "data": dataclasses.asdict(job.data) if job else None,
+        "model": job.model if job else None,
+        "data": job.data if job else None,
         "kept": sorted(job.kept) if job else [],
-        "problems": [dataclasses.asdict(problem) | {"repairable": problem in repairable} for problem in loaded.problems],
+        "problems": [_problem_data(problem, repairable=problem in repairable) for problem in loaded.problems],
     }
-    return {key: scrub(value, key) for key, value in data.items()}
+    return {key: scrub(value, key) for key, value in plain(data).items()}
+
+
+def _problem_data(problem: Problem, *, repairable: bool) -> CheckedProblem:
+    return {
+        "severity": problem.severity,
+        "code": problem.code,
+        "key": problem.key,
+        "place": problem.place,
+        "message": problem.message,
+        "fix": problem.fix,
+        "repairable": repairable,
+    }

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import Allow, ConfigFile, Headroom, HostName, Like, Model, ModelFrom, Samples, allowed
-from hfopt.cli.output import people, tables, write_out
+from hfopt.cli.output import people, tables
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.hardware.prices import RentalOffer
     from hfopt.planner.comparison import Aim, Limits, Row
+    from hfopt.schema.outputs import CompareOutput
 
 ALL = "all"
 NEEDS_SAMPLES = "needs --samples"
@@ -89,8 +90,7 @@ def compare(
     rows = ordered(compare_cards(config, names, request, offers=offers), aim)
     limits.check(rows)
     if as_json:
-        text = json.dumps(_as_data(rows, limits, config, command), indent=2, ensure_ascii=False) + "\n"
-        write_out(text.encode(), None)
+        answer_json("compare", _as_data(rows, limits, config, command))
     else:
         _show(rows, limits, front_only=everything)
         _show_job(rows, limits, config, command, offers)
@@ -113,20 +113,21 @@ def _aim(sort: str | None, limits: Limits) -> Aim:
     return sort  # type: ignore[return-value]
 
 
-def _as_data(rows: tuple[Row, ...], limits: Limits, config: Path, command: str | None) -> list[dict[str, Any]]:
+def _as_data(rows: tuple[Row, ...], limits: Limits, config: Path, command: str | None) -> CompareOutput:
     from hfopt.planner.comparison import front, job_command, winners
 
     best = winners(rows, limits)
     undominated = {row.card for row in front(rows)}
     return [
-        row.to_json()
-        | {
-            "best_for": [winner.aim for winner in best if winner.row is row],
-            "as_good_for": [winner.aim for winner in best if row in winner.equal],
-            "on_pareto_front": row.card in undominated,
-            "within_limits": limits.verdict(row),
-            "job_commands": list(job_command(row, config, command)),
-        }
+        row.to_json(
+            {
+                "best_for": [winner.aim for winner in best if winner.row is row],
+                "as_good_for": [winner.aim for winner in best if row in winner.equal],
+                "on_pareto_front": row.card in undominated,
+                "within_limits": limits.verdict(row),
+                "job_commands": list(job_command(row, config, command)),
+            }
+        )
         for row in rows
     ]
 

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import HostName, Model
-from hfopt.cli.output import answer, people, write_out
+from hfopt.cli.output import answer, people
 from hfopt.errors import ConfigError
 from hfopt.redact import printable
 
@@ -42,12 +43,7 @@ def diff(
     request = Request(num_gpus=num_gpus, host=host, model=model, seq_len=seq_len, dry_run=False, own_process=True, charts=False)
     found = diff_configs(first, second, names, request)
     if as_json:
-        data = {
-            "keys": [{"key": key, "first": before, "second": after} for key, before, after in found.keys],
-            "effective_batch": {"first": found.effective_batches[0], "second": found.effective_batches[1]},
-            "cards": [one.to_json() for one in found.cards],
-        }
-        write_out((json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n").encode(), None)
+        answer_json("diff", found.to_json())
     else:
         lines = [f"{key}: {_value(before)} → {_value(after)}" for key, before, after in found.keys]
         lines += [] if lines else ["the training arguments are the same"]

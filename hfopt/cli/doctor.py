@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.output import answer
 
 if TYPE_CHECKING:
-    from hfopt.hardware.checkup import Checkup
+    from hfopt.hardware.checkup import Checkup, DoctorOutput
     from hfopt.hardware.installed_software import Probe
     from hfopt.schema import Gpu
 
@@ -36,19 +35,28 @@ def doctor(
     from hfopt.hardware.checkup import checkup
 
     found = checkup(ask_torch=ask_torch)
-    answer(_as_json(found) if as_json else _as_text(found))
+    if as_json:
+        answer_json("doctor", _as_data(found))
+    else:
+        answer(_as_text(found))
     if any(problem.severity != "note" for problem in found.problems):
         raise typer.Exit(1)
 
 
-def _as_json(found: Checkup) -> str:
+def _as_data(found: Checkup) -> DoctorOutput:
     from hfopt.hardware.checkup import flash_attention
 
-    support = [
-        {"uuid": gpu.uuid, "bf16": gpu.supports("bf16"), "tf32": gpu.supports("tf32"), "flash_attention": flash_attention(gpu)}
-        for gpu in found.hardware.gpus
-    ]
-    return json.dumps({**asdict(found), "support": support}, indent=2) + "\n"
+    return {
+        "hardware": found.hardware,
+        "software": found.software,
+        "nvml_problem": found.nvml_problem,
+        "problems": found.problems,
+        "probe": found.probe,
+        "support": [
+            {"uuid": gpu.uuid, "bf16": gpu.supports("bf16"), "tf32": gpu.supports("tf32"), "flash_attention": flash_attention(gpu)}
+            for gpu in found.hardware.gpus
+        ],
+    }
 
 
 def _as_text(found: Checkup) -> str:

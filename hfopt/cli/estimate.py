@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import (
     LENGTHS_HELP,
     ONE_TOKEN,
@@ -26,10 +25,11 @@ from hfopt.cli.options import (
     precision_of,
     task_of,
 )
-from hfopt.cli.output import answer, people, progress_on
+from hfopt.cli.output import people, progress_on
 
 if TYPE_CHECKING:
     from hfopt.schema import MemoryRow, MemoryTable
+    from hfopt.schema.outputs import EstimateOutput, EstimateRow
 
 
 def estimate(
@@ -95,18 +95,18 @@ def estimate(
         subject = with_engine(read_subject(config, request), request)
         table = memory_table(subject, request, precision=asked_precision, batch_sizes=sizes, progress=progress_on(status))
     if as_json:
-        answer(json.dumps(_as_data(table), indent=2) + "\n")
+        answer_json("estimate", _as_data(table))
     else:
         from hfopt.report.memory_text import print_memory
 
         print_memory(people(), table)
 
 
-def _as_data(table: MemoryTable) -> dict[str, Any]:
+def _as_data(table: MemoryTable) -> EstimateOutput:
     return {
         "model": table.model,
         "model_class": table.model_class,
-        "assumed": [asdict(item) for item in table.assumed],
+        "assumed": table.assumed,
         "parameters": table.parameters,
         "trainable_parameters": table.trainable_parameters,
         "device": table.device.name if table.device else None,
@@ -118,14 +118,14 @@ def _as_data(table: MemoryTable) -> dict[str, Any]:
         "engine": table.settings.sharding.engine if table.settings.sharding else None,
         "largest_batch": table.largest_batch,
         "largest_batch_with_checkpointing": table.largest.get(True),
-        "evaluation": asdict(table.evaluation) if table.evaluation else None,
+        "evaluation": table.evaluation,
         "rows": [_row_data(row) for row in table.rows],
         "seconds": table.seconds,
-        "notes": list(table.notes),
+        "notes": table.notes,
     }
 
 
-def _row_data(row: MemoryRow) -> dict[str, Any]:
+def _row_data(row: MemoryRow) -> EstimateRow:
     return {
         "per_device_train_batch_size": row.peak.batch,
         "gradient_checkpointing": row.checkpointing.on,
@@ -135,6 +135,6 @@ def _row_data(row: MemoryRow) -> dict[str, Any]:
         "device_bytes": row.peak.device_bytes,
         "fits": row.fits,
         "spare_bytes": row.spare_bytes,
-        "breakdown": asdict(row.peak.breakdown) if row.peak.breakdown else None,
+        "breakdown": row.peak.breakdown,
         "moment": row.peak.moment,
     }

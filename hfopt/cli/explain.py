@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import Accelerate, Model, NumGpus, Section, Vram, complete_gpu
-from hfopt.cli.output import answer, people, remark
+from hfopt.cli.output import people, remark
 from hfopt.errors import LogError
 
 if TYPE_CHECKING:
     from hfopt.facts.log_text import LogLine
     from hfopt.schema import Explanation, OomReport
+    from hfopt.schema.outputs import NothingExplained, OomExplained
 
 STYLES = {"title": "bold", "plain": "", "soft": "dim"}
 
@@ -59,7 +59,7 @@ def explain(
     options = {"gpu": gpu, "vram_gib": vram, "num_gpus": num_gpus, "accelerate": accelerate, "model": model, "section": section}
     made = _explained(report, config, options)
     if as_json:
-        answer(json.dumps(_as_data(made), indent=2, ensure_ascii=False) + "\n")
+        answer_json("explain", _as_data(made))
         return
     _tell(made)
 
@@ -111,15 +111,15 @@ def _tell_none(log: str, lines: tuple[LogLine, ...], *, as_json: bool) -> None:
 
     other = fault_beside_memory(lines)
     if as_json:
-        answer(json.dumps({"found": False, "other_fault": other}, indent=2, ensure_ascii=False) + "\n")
+        nothing: NothingExplained = {"found": False, "other_fault": other}
+        answer_json("explain", nothing)
         return
     beside = "" if other is None else f"; what it shows is another fault: {other}"
     remark(f"{'standard input' if log == '-' else log}: no out-of-memory error in {len(lines)} lines{beside}\n")
 
 
-def _as_data(made: Explanation) -> dict[str, Any]:
-    report = made.report
-    figures = asdict(report.figures) | {"unused_bytes": report.figures.unused_bytes}
+def _as_data(made: Explanation) -> OomExplained:
+    report, figures = made.report, made.report.figures
     return {
         "found": True,
         "source": report.source,
@@ -131,15 +131,25 @@ def _as_data(made: Explanation) -> dict[str, Any]:
         "line": report.line,
         "text": report.text,
         "device": report.device,
-        "ranks": list(report.ranks),
+        "ranks": report.ranks,
         "batch": report.batch,
         "accumulation": report.accumulation,
         "step": report.step,
-        "figures": figures,
-        "processes": {str(process): size for process, size in report.processes.items()},
-        "vllm": dict(report.vllm),
-        "reasons": list(made.reasons),
-        "replay": None if made.replay is None else asdict(made.replay),
-        "changes": [asdict(change) for change in made.changes],
-        "notes": list(made.notes),
+        "figures": {
+            "requested_bytes": figures.requested_bytes,
+            "total_bytes": figures.total_bytes,
+            "free_bytes": figures.free_bytes,
+            "allocated_bytes": figures.allocated_bytes,
+            "reserved_bytes": figures.reserved_bytes,
+            "process_bytes": figures.process_bytes,
+            "others_bytes": figures.others_bytes,
+            "limit_bytes": figures.limit_bytes,
+            "unused_bytes": figures.unused_bytes,
+        },
+        "processes": report.processes,
+        "vllm": report.vllm,
+        "reasons": made.reasons,
+        "replay": made.replay,
+        "changes": made.changes,
+        "notes": made.notes,
     }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import complete_gpu
 from hfopt.cli.output import answer
 
@@ -36,7 +36,7 @@ def gpus(
 
     found = [entry.figures for entry in (matching(" ".join(name)) if name else entries())]
     if as_json:
-        answer(json.dumps(found, indent=2) + "\n")
+        answer_json("gpus", found)
     elif name and len(found) == 1:
         answer(_in_full(found[0]))
     else:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hfopt.cli.json_output import error_detail, json_text
 from hfopt.cli.options import (
     LENGTHS_HELP,
     ONE_TOKEN,
@@ -36,7 +37,7 @@ from hfopt.cli.options import (
     numbers,
     task_of,
 )
-from hfopt.cli.output import people, progress_on, redirected, remark, write_out
+from hfopt.cli.output import people, print_error, progress_on, redirected, remark, write_out
 from hfopt.errors import ConfigError, DryRunError
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ def plan(
       hfopt plan train.yaml --for-transformers 4.57      training runs elsewhere, with that version
     """
     on_stdout = [name for name, file in (("--json -", json_file), ("--html -", html_file)) if file == STDOUT]
-    if len(on_stdout) == 2 or (on_stdout and output is None):
-        raise ConfigError(f"{' and '.join([*on_stdout, 'the YAML'][:2])} both go to stdout", hint="give a file: -o FILE for the YAML")
+    if len(on_stdout) == 2 or (on_stdout and as_diff):
+        raise ConfigError(f"{' and '.join([*on_stdout, '--diff'][:2])} both go to stdout", hint="give a file for one of them")
     options: dict[str, Any] = {
         "gpu": gpu,
         "vram_gib": vram,
@@ -146,25 +147,35 @@ def plan(
     }
     source = config.read_bytes() if lock is not None and config.is_file() else b""
     made = _made(config, options, quiet=quiet)
-    target = None if as_diff else output or redirected()
+    target = None if as_diff else output or (None if on_stdout else redirected())
     made = _with_deepspeed_beside(made, target, written=output is not None and not as_diff)
     edited = made.edited()
     _report(made, edited.stale_comments, target, verbose=verbose, quiet=quiet)
     failed = _failed(made)
-    if failed is None:
+    if failed is None and (output is not None or not on_stdout):
         write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
     if json_file is not None:
-        text = json.dumps(made.to_json(), indent=2, ensure_ascii=False, default=str) + "\n"
-        write_out(text.encode(), None if json_file == STDOUT else json_file)
+        _write_json(made, failed, None if json_file == STDOUT else json_file)
     if html_file is not None:
         from hfopt.report.plan_page import plan_page
 
         write_out(plan_page(made.facts, made.charts), None if html_file == STDOUT else html_file)
+    if failed is not None and json_file == STDOUT:
+        print_error(failed)
+        raise typer.Exit(failed.exit_code)
     if failed is not None:
         raise failed
     in_place = output is not None and output.resolve() == config.resolve() and not as_diff
     if lock is not None and not _as_locked(made, edited.data if in_place else source, lock):
         raise typer.Exit(1)
+
+
+def _write_json(made: Plan, failed: DryRunError | None, target: Path | None) -> None:
+    """A plan whose dry run failed says so beside its figures: one object, and no second one from the error itself."""
+    told = made.output()
+    if failed is not None:
+        told["error"] = error_detail(failed)
+    write_out(json_text("plan", told).encode(), target)
 
 
 def _as_locked(made: Plan, source: bytes, path: Path) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.options import complete_gpu
-from hfopt.cli.output import answer, people
+from hfopt.cli.output import people
 
 if TYPE_CHECKING:
     from hfopt.schema import Rehearsal
@@ -63,9 +63,7 @@ def rehearse(
         timeout_s=timeout,
     )
     if as_json:
-        from dataclasses import asdict
-
-        answer(json.dumps(asdict(seen), indent=2) + "\n")
+        answer_json("rehearse", seen)
     _show(seen)
     raise typer.Exit(_exit_code(seen))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfopt.cli.json_output import answer_json
 from hfopt.cli.output import answer, write_out
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.monitor.history import History
+    from hfopt.schema.outputs import ReportOutput
 
 
 def report(
@@ -55,12 +56,18 @@ def report(
         if html_file == Path("-"):
             return
     if as_json:
-        facts = history.as_json(first)
-        if second is not None:
-            facts = {"before": facts, "after": history.as_json(second), "change": run_text.changes(first, second)}
-        answer(json.dumps(facts, indent=2) + "\n")
+        answer_json("report", _facts(first, second))
     else:
         answer(run_text.report(first) if second is None else run_text.compare(first, second))
+
+
+def _facts(first: History, second: History | None) -> ReportOutput:
+    from hfopt.monitor import history, run_text
+
+    facts = history.as_json(first)
+    if second is None:
+        return facts
+    return {"before": facts, "after": history.as_json(second), "change": run_text.changes(first, second)}
 
 
 def _page(first: History, second: History | None) -> bytes:

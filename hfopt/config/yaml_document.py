@@ -170,7 +170,7 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as stream:
             source = stream.read(MAX_BYTES + 1)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file") from error
+        raise ConfigError(f"{path}: no such file", hint="give the path of a TrainingArguments YAML") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path}: is a directory", hint="name one YAML file in it") from error
     except (OSError, ValueError) as error:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 from hfopt.compat.versions import TorchBuild
 from hfopt.hardware import catalog, nvml
@@ -177,6 +177,26 @@ class Checkup:
     nvml_problem: str | None  # None: the driver answers
     problems: tuple[Problem, ...]
     probe: Probe | None = None  # None: torch was not asked
+
+
+class CardSupport(TypedDict):
+    """What one card computes with tensor cores or kernels of its own; null: unknown."""
+
+    uuid: str | None
+    bf16: bool
+    tf32: bool
+    flash_attention: bool | None
+
+
+class DoctorOutput(TypedDict):
+    """What training would run on here, and what would slow it."""
+
+    hardware: Hardware
+    software: Software
+    nvml_problem: str | None
+    problems: Sequence[Problem]
+    probe: Probe | None
+    support: Sequence[CardSupport]
 
 
 def checkup(*, ask_torch: bool = False) -> Checkup:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hfopt.errors import LogError
 from hfopt.monitor.log import NAME, check, checked, read
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.window import merge
 from hfopt.schema import Phases, Window
+
+if TYPE_CHECKING:
+    from hfopt.schema.outputs import FindingEntry, ReceiptEntry, RunOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +124,9 @@ def window_from(data: Mapping[str, Any]) -> Window:
     return window
 
 
-def as_json(history: History) -> dict[str, Any]:
+def as_json(history: History) -> RunOutput:
     """For programs."""
-    facts = {
+    return {
         "log": str(history.path),
         "finished": history.finished,
         "interrupted": history.interrupted,
@@ -134,14 +136,18 @@ def as_json(history: History) -> dict[str, Any]:
         "seconds": history.total.seconds if history.total else 0.0,
         "phases": {one.name: getattr(history.total.phases, one.name) for one in fields(Phases)} if history.total else {},
         "metrics": history.figures,
-        "findings": [dict(finding) for finding in history.findings],
+        "findings": [cast("FindingEntry", finding) for finding in history.findings],
         "resolved": {entry["cause"]: entry["step"] for entry in history.resolved},
         "fallbacks": [dict(entry) for entry in history.fallbacks],
         "config": history.header.get("config", {}),
         "gpus": history.header.get("gpus", []),
         "versions": history.header.get("versions", {}),
         "earlier_sessions": history.earlier_sessions,
-        "receipt": None if history.receipt is None else {key: value for key, value in history.receipt.items() if key != "kind"},
+        "receipt": _receipt(history),
     }
-    loaded: dict[str, Any] = json.loads(json.dumps(facts))
-    return loaded
+
+
+def _receipt(history: History) -> ReceiptEntry | None:
+    if history.receipt is None:
+        return None
+    return cast("ReceiptEntry", {key: value for key, value in history.receipt.items() if key != "kind"})

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
@@ -24,8 +24,9 @@ from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.device_figures import with_host
 from hfopt.planner.request import USE_CPU, Request, Subject, from_file
-from hfopt.planner.result import Plan
+from hfopt.planner.result import Plan, chosen_output
 from hfopt.schema import Assumption
+from hfopt.schema.outputs import CardPlanned, CardRank, CardTooSmall, OfferOutput, RunOnCard
 from hfopt.speed.device_speed import cards_error, efficiency, limits
 from hfopt.store import default_store
 from hfopt.units import format_percent, format_rate, format_seconds
@@ -73,10 +74,10 @@ class Row:
         power_w = None if self.plan is None else self.plan.facts.after.time.power_w
         return None if power_w is None or self.run_s is None else self.cards * power_w * self.run_s / 3.6e6
 
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = {
+    def to_json(self, rank: CardRank) -> CardPlanned | CardTooSmall:
+        common: RunOnCard = {
+            **rank,
             "card": self.card,
-            "fits": self.plan is not None,
             "why_not": self.why_not,
             "run_s": self.run_s,
             "cost": self.cost,
@@ -84,15 +85,15 @@ class Row:
             "usd_per_million_samples": self.usd_per_million,
             "kwh_per_million_samples": self.kwh_per_million,
             "offer": None if self.offer is None else _offer(self.offer, self.usd_per_hour),
-            "assumed": [asdict(item) for item in self.assumed],
+            "assumed": self.assumed,
         }
-        if self.plan is not None:
-            whole = self.plan.to_json()
-            data |= {"effective_batch": whole["effective_batch"], "changes": whole["changes"], **whole["after"]}
-        return data
+        if self.plan is None:
+            return {**common, "fits": False}
+        facts = self.plan.facts
+        return {**common, "effective_batch": facts.effective_batch, "changes": facts.changed_lines, **chosen_output(facts.after)}
 
 
-def _offer(offer: RentalOffer, usd_per_hour: float | None) -> dict[str, Any]:
+def _offer(offer: RentalOffer, usd_per_hour: float | None) -> OfferOutput:
     return {
         "provider": offer.provider,
         "product": offer.product,

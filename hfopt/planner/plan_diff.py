@@ -27,6 +27,7 @@ from hfopt.planner.request import Request, Subject, from_file
 from hfopt.planner.result import Plan
 from hfopt.planner.target import device_of
 from hfopt.redact import scrub
+from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SideOutput
 from hfopt.speed.device_speed import settings_error
 from hfopt.store import default_store
 from hfopt.units import format_bytes, format_percent, format_rate
@@ -76,8 +77,8 @@ class CardDiff:
             f"{format_percent(abs(1 - ratio))} {'faster' if ratio > 1 else 'slower'} ({before.removesuffix(' samples/s')} → {after}{apart})"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        def one(side: AsWritten) -> dict[str, Any]:
+    def to_json(self) -> CardDiffOutput:
+        def one(side: AsWritten) -> SideOutput:
             return {
                 "peak_device_bytes": side.device_bytes,
                 "budget_bytes": side.budget_bytes,
@@ -95,6 +96,15 @@ class ConfigDiff:
     effective_batches: tuple[int, int]
     cards: tuple[CardDiff, ...]
     notes: tuple[str, ...] = ()
+
+    def to_json(self) -> DiffOutput:
+        first, second = self.effective_batches
+        return {
+            "keys": [{"key": key, "first": before, "second": after} for key, before, after in self.keys],
+            "effective_batch": {"first": first, "second": second},
+            "cards": [one.to_json() for one in self.cards],
+            "notes": self.notes,
+        }
 
 
 def diff_configs(first: Path, second: Path, names: Sequence[str], request: Request) -> ConfigDiff:

@@ -14,6 +14,8 @@ from hfopt.config.yaml_edit import Edited, edit
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import both_spellings
 from hfopt.schema import Candidate, Change, Chosen, EvaluationPeak, PlanCharts, PlanFacts, PlannedMemory, Priced
+from hfopt.schema.outputs import ChosenOutput, EvaluationOutput, PlanOutput, SettingsOutput, VerifiedOutput
+from hfopt.typed_json import plain
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -109,16 +111,20 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The object of `hfopt plan --json`."""
+        made: dict[str, Any] = plain(self.output())
+        return made
+
+    def output(self) -> PlanOutput:
         facts = self.facts
         return {
-            "assumed": [dataclasses.asdict(item) for item in facts.assumed],
-            "warnings": list(facts.warnings),
+            "assumed": facts.assumed,
+            "warnings": facts.warnings,
             "effective_batch": facts.effective_batch,
             "device": device_name(facts),
             "budget_bytes": facts.budget_bytes,
-            "changes": [{"key": c.key, "before": c.before, "after": c.after, "reason": c.reason} for c in facts.changed_lines],
-            "before": _chosen(facts.before),
-            "after": _chosen(facts.after),
+            "changes": facts.changed_lines,
+            "before": chosen_output(facts.before),
+            "after": chosen_output(facts.after),
             "verified": _verified(facts),
             "alternatives": [
                 {
@@ -130,11 +136,11 @@ class Plan:
                 for p in facts.alternatives
             ],
             "rejected": [{**_settings(r.candidate), "reason": r.reason} for r in facts.rejected],
-            "advice": [dataclasses.asdict(advice) for advice in facts.advice],
-            "notes": list(facts.notes),
+            "advice": facts.advice,
+            "notes": facts.notes,
             "weights_dtype": facts.weights_dtype,
-            "phases": [dataclasses.asdict(phase) for phase in facts.phases],
-            "engine": None if facts.engine is None else dataclasses.asdict(facts.engine),
+            "phases": facts.phases,
+            "engine": facts.engine,
         }
 
 
@@ -146,12 +152,24 @@ def device_name(facts: PlanFacts) -> str:
     return gpu.name if count == 1 else f"{count} × {gpu.name}"
 
 
-def _verified(facts: PlanFacts) -> dict[str, Any] | None:
+def _verified(facts: PlanFacts) -> VerifiedOutput | None:
     """What was measured, and beside it what was predicted for the same candidate; an error is predicted over measured, less one."""
-    if facts.trial is None:
+    trial, found = facts.trial, facts.correction
+    if trial is None:
         return None
-    measured = dataclasses.asdict(facts.trial)
-    found = facts.correction
+    measured: VerifiedOutput = {
+        "device": trial.device,
+        "candidate": trial.candidate,
+        "outcome": trial.outcome,
+        "peak_allocated_bytes": trial.peak_allocated_bytes,
+        "peak_reserved_bytes": trial.peak_reserved_bytes,
+        "peak_device_bytes": trial.peak_device_bytes,
+        "eval_peak_reserved_bytes": trial.eval_peak_reserved_bytes,
+        "step_s": trial.step_s,
+        "cpu_s": trial.cpu_s,
+        "data_wait_s": trial.data_wait_s,
+        "message": trial.message,
+    }
     if found is None:
         return measured
     return {
@@ -163,7 +181,7 @@ def _verified(facts: PlanFacts) -> dict[str, Any] | None:
     }
 
 
-def _settings(candidate: Candidate) -> dict[str, Any]:
+def _settings(candidate: Candidate) -> SettingsOutput:
     return {
         "per_device_batch": candidate.per_device_batch,
         "accumulation": candidate.accumulation,
@@ -176,7 +194,7 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _chosen(chosen: Chosen) -> dict[str, Any]:
+def chosen_output(chosen: Chosen) -> ChosenOutput:
     return {
         **_settings(chosen.candidate),
         "samples_per_s": chosen.time.samples_per_s,
@@ -190,7 +208,7 @@ def _chosen(chosen: Chosen) -> dict[str, Any]:
         "peak_reserved_bytes": chosen.memory.reserved_bytes,
         "peak_allocated_bytes": chosen.memory.allocated_bytes,
         "peak_device_bytes": chosen.memory.device_bytes,
-        "breakdown": None if chosen.memory.breakdown is None else dataclasses.asdict(chosen.memory.breakdown),
+        "breakdown": chosen.memory.breakdown,
         "dataloader_num_workers": chosen.loader.workers,
         "fits": chosen.fits,
         "fault": chosen.fault,
@@ -198,7 +216,7 @@ def _chosen(chosen: Chosen) -> dict[str, Any]:
     }
 
 
-def _evaluation(found: EvaluationPeak) -> dict[str, Any]:
+def _evaluation(found: EvaluationPeak) -> EvaluationOutput:
     return {
         "per_device_eval_batch_size": found.batch,
         "eval_accumulation_steps": found.accumulation_steps,

@@ -56,6 +56,10 @@ class Calibration:
         return f"as `hfopt calibrate` measured {'it' if self.kind == 'cuda' else 'this CPU'} on {self.date} with torch {self.torch}"
 
 
+CalibrateOutput = Calibration | tuple[Calibration, ...]
+"""What `hfopt calibrate --json` prints: what was measured now, or with --show all that is kept."""
+
+
 def folder() -> Path:
     return location("calibration")
 

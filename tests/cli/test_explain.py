@@ -59,7 +59,7 @@ def test_a_log_without_one_ends_with_1(run: Run) -> None:
     code, _, err = run("-", given=b"loss 1.2\nCUDA error: device-side assert triggered\n")
     assert code == 1 and "no out-of-memory error" in err and "device-side assert" in err
     code, out, _ = run("-", "--json", given=b"loss 1.2\n")
-    assert code == 1 and json.loads(out) == {"found": False, "other_fault": None}
+    assert code == 1 and json.loads(out) == {"schema": "hfopt/explain/1", "found": False, "other_fault": None}
 
 
 @pytest.mark.parametrize("name", ["nowhere.log", "."])

@@ -141,9 +141,7 @@ def test_compare_plans_each_card(config: Path, tmp_path: Path) -> None:
         (["--task", "poetry"], "--task poetry is not known"),
         (["--lr-scaling", "linear"], "add --effective-batch"),
         (["--lr-scaling", "cubic"], "one of: none, sqrt, linear"),
-        (["--json", "-"], "--json - and the YAML both go to stdout"),
-        (["--html", "-"], "--html - and the YAML both go to stdout"),
-        (["--html", "-", "--json", "-", "-o", "x.yaml"], "--json - and --html - both go to stdout"),
+        (["--html", "-", "--diff"], "--html - and --diff both go to stdout"),
         (["--headroom", "6"], "0.06 leaves 6 % free"),
         (["--gpu", "rtx 9999"], "rtx 9999"),
         (["--keep", "per_device_train_batchsize"], "did you mean per_device_train_batch_size?"),
@@ -153,3 +151,10 @@ def test_bad_wishes_end_with_one_message(config: Path, arguments: list[str], wor
     result = hfopt("plan", config, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_two_answers_for_stdout_are_one_error_as_json(config: Path) -> None:
+    result = hfopt("plan", config, "--html", "-", "--json", "-", "-o", "x.yaml")
+    error = json.loads(result.stdout)["error"]
+    assert result.returncode == error["exit_code"] == 2 and error["what"] == "--json - and --html - both go to stdout"
+    assert error["what"] in result.stderr
