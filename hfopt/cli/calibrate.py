@@ -35,7 +35,7 @@ def calibrate(
       hfopt calibrate --clear          back to the tables
     """
     if show and clear:
-        raise ConfigError("--show and --clear exclude each other")
+        raise ConfigError("--show and --clear exclude each other", hint="give one of them")
     if clear:
         _clear()
     elif show:

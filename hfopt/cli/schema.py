@@ -63,20 +63,9 @@ def schema_of(name: str) -> dict[str, Any]:
     module, kind = TYPES[name]
     found: dict[str, Any] = {}
     whole = _schema(getattr(import_module(module), kind), found)
-    for top in _objects(whole):
-        found[top] = _with_name(found[top], schema_name(name))
-    return {"$schema": _DRAFT, "$id": f"{schema_name(name)}.json", "title": f"hfopt {name}", **whole, "$defs": dict(sorted(found.items()))}
-
-
-def _objects(whole: Mapping[str, Any]) -> list[str]:
-    """The definitions that an answer itself may be, not those inside it."""
-    able = whole.get("anyOf", [whole])
-    return [one["$ref"].rpartition("/")[2] for one in able if "$ref" in one]
-
-
-def _with_name(definition: dict[str, Any], name: str) -> dict[str, Any]:
-    properties = {SCHEMA: {"const": name}, **definition["properties"]}
-    return {**definition, "properties": properties, "required": [SCHEMA, *definition.get("required", ())]}
+    named = {} if whole.get("type") == "array" else {"properties": {SCHEMA: {"const": schema_name(name)}}, "required": [SCHEMA]}
+    head = {"$schema": _DRAFT, "$id": f"{schema_name(name)}.json", "title": f"hfopt {name}"}
+    return {**head, **named, **whole, "$defs": dict(sorted(found.items()))}
 
 
 def _schema(kind: Any, found: dict[str, Any]) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, path: str) -> ConfigError:
     hint = "indent with spaces" if "'\\t'" in words else None
     if mark is not None and mark.buffer is not None and re.search(r"\{\{|\{%", mark.buffer):
         hint = hint or "a template ({{ ... }} or {% ... %}) has to be rendered first"
-    return ConfigError(f"{path}{where}: not valid YAML: {words}", hint=hint)
+    return ConfigError(f"{path}{where}: not valid YAML: {words}", hint=hint or "mend the line that it names, or the one before it")
 
 
 def _unreadable_scalar(loader: _Loader, root: Any) -> str | None:

@@ -83,6 +83,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         self.faults = Faults(to_stderr, self._give_up)
         self._session: WatchSession | None = None
         self._flops_per_token: float | None = None
+        self._folder: Path | None = None  # of the last run's log
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
@@ -96,6 +97,12 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         session, self._session = self._session, None
         if session is not None:
             session.stop()
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the run it watches, or the last one, as `hfopt watch` shows it."""
+        from hfopt.monitor.screen import live_html
+
+        return "<pre>HFGpuMonitor: no train() yet</pre>" if self._folder is None else live_html(self._folder)
 
     def write(self, kind: str, **fields: Any) -> None:
         """A line of your own in the run's log; nothing happens outside of train()."""
@@ -115,6 +122,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
             metrics.put_last(handler, self)
         if self._flops_per_token is None and model is not None:
             self._flops_per_token = flops_per_token(model)
+        self._folder = self._options.log_path(args.output_dir, 0).parent
         training = Training(args=args, state=state, model=model, handler=handler, trainer=trainer, flops_per_token=self._flops_per_token)
         self._session = WatchSession(self._options, training)
 

@@ -5,6 +5,7 @@ A process can also be watched from outside: its CPU and RAM by psutil, the cards
 
 from __future__ import annotations
 
+import html
 import json
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.journal import LIVE, point
 from hfopt.monitor.metrics import status_line
 from hfopt.monitor.sampler import OwnCards, Sampler, open_cards
+from hfopt.redact import printable
 from hfopt.schema import GpuReading
 from hfopt.units import format_seconds
 
@@ -153,6 +155,16 @@ def _share(live: Mapping[str, Any]) -> list[str]:
     scarce = wait is not None and wait >= _SCARCE
     waits = f"; its main thread waits {100 * (wait or 0.0):.0f} % of the time for a core: others use the machine" if scarce else ""
     return [f"this run has {used * cores:.2f} of {cores:g} cores ({100 * used:.0f} %){waits}"]
+
+
+def live_html(run: Path) -> str:
+    """The same for a notebook; a run that is not there yet is said."""
+    try:
+        path = find_live(run)
+        text = "\n".join([str(path.parent), *lines(read_live(path), 100)])
+    except LogError as error:
+        text = str(error)
+    return f"<pre>{html.escape(printable(text))}</pre>"
 
 
 def render(live: Mapping[str, Any], title: str, width: int) -> RenderableType:

@@ -94,7 +94,7 @@ def from_json(text: str) -> Calibration | None:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         return None
     try:
-        made = Calibration(**data)
+        made = Calibration(**{key: value for key, value in data.items() if key != "schema"})
     except TypeError:
         return None
     numbers = (made.memory_bytes_per_s, made.reduction_bytes_per_s, made.op_s, *_values(made.matmul_flops))

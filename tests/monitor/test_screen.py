@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 from hfopt.errors import LogError
+from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.monitor.history import newest_run
 from hfopt.monitor.host_usage import HostProbe, queued_s
-from hfopt.monitor.screen import lines
+from hfopt.monitor.journal import LIVE
+from hfopt.monitor.screen import lines, live_html
 
 
 def live(**state: Any) -> dict[str, Any]:
@@ -26,6 +29,16 @@ def test_loss_and_eta_are_shown() -> None:
     assert shown[1].startswith("loss 0.6931, ETA 2 min 30 s (") and shown[1].endswith("2.0 s a step")
     assert "ETA" not in "\n".join(lines(live(loss=0.5, s_per_step=2.0, ended=True), 100)), "an ended run has no rest"
     assert lines(live(), 100)[1].startswith("CPU"), "nothing is made up before the first window"
+
+
+def test_a_notebook_shows_the_run_of_its_monitor(tmp_path: Path) -> None:
+    monitor = HFGpuMonitor(output=tmp_path)
+    assert "no train() yet" in monitor._repr_html_()
+    assert live_html(tmp_path).startswith("<pre>no run with HFGpuMonitor is in ")
+    (tmp_path / LIVE).write_text(json.dumps(live(loss=0.5, findings=["<b>slow</b>\x1b[2J"])))
+    shown = live_html(tmp_path)
+    assert "step 25 of 100 (25 %)" in shown and "loss 0.5" in shown
+    assert "&lt;b&gt;slow" in shown and "<b>" not in shown and "\x1b" not in shown, "words of others are words"
 
 
 def test_the_share_of_the_machine_is_shown_and_a_starved_run_is_not_called_well() -> None:
