@@ -52,7 +52,7 @@ FORMS: tuple[Form, ...] = (
     _form("PyTorch on the CPU", 1, r"DefaultCPUAllocator|(?<!MPS )can't allocate memory: you tried", "host"),
     _form("NumPy", 1, r"Unable to allocate .{1,40} for an array|ArrayMemoryError", "host"),
     _form("bitsandbytes", 2, r"Error out of memory at line \d+ in file", "device_full"),
-    _form("NCCL", 2, r"(?:NCCL|RCCL).{0,120}(?:out of memory|Failed to (?:CUDA|HIP) (?:m|c)alloc)", "communication"),
+    _form("NCCL", 2, r"(?:NCCL|RCCL).{0,120}out of memory|Failed to (?:CUDA|HIP) (?:m|c)alloc", "communication"),
     _form("NCCL", 2, r"nccl(?:UnhandledCuda|System)Error.{0,200}out of memory|Cuda failure(?: \d+)? 'out of memory'", "communication"),
     _form(
         "cuBLAS", 2, r"(?:CUBLAS|HIPBLAS)_STATUS_ALLOC_FAILED|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(?:Lt)?Create", "library"
@@ -90,10 +90,26 @@ FORMS: tuple[Form, ...] = (
         "host_killed",
     ),
     _form(
-        "the scheduler", 4, r"oom[_-]kill event|OOM[- ]?Killed|Exceeded (?:job|step) memory limit|\bOUT_OF_MEMORY\b|oom_kill", "host_killed"
+        "the scheduler",
+        4,
+        r"oom[_-]kill event|OOM[- ]?Killed|Exceeded (?:job|step) memory limit|\bOUT_OF_MEMORY\b|oom_kill"
+        r"|srun: error: .{0,80}: Out Of Memory",
+        "host_killed",
+    ),
+    _form(
+        "the scheduler",
+        4,
+        r"exceeded memory limit .{0,60}being killed|PBS: job killed: \w*mem .{0,60}exceeded|TERM_MEMLIMIT",
+        "host_killed",
     ),
     _form("ray", 4, r"ray\.exceptions\.OutOfMemoryError|killed due to (?:the node running low on memory|memory pressure)", "host_killed"),
-    _form("the notebook", 4, r"crashed after using all available RAM|kernel (?:appears to have )?died", "host_killed", certain=False),
+    _form(
+        "the notebook",
+        4,
+        r"crashed after using all available RAM|notebook tried to allocate more memory than is available|kernel (?:appears to have )?died",
+        "host_killed",
+        certain=False,
+    ),
     _form(
         "PyTorch's DataLoader", 4, r"DataLoader worker .{0,40}Bus error|insufficient shared memory|out of shared memory", "shared_memory"
     ),
@@ -105,6 +121,7 @@ FORMS: tuple[Form, ...] = (
     ),
     _form("PyTorch's DataLoader", 4, r"DataLoader worker \(pid.{0,20}\) is killed by signal: Killed", "host_killed"),
     _form("PyTorch's DataLoader", 5, r"DataLoader worker \(pid.{0,40}\) exited unexpectedly", "host_killed", certain=False),
+    _form("datasets", 5, r"subprocesses has abruptly died during map operation", "host_killed", certain=False),
     _form(
         "the launcher",
         6,
@@ -124,7 +141,7 @@ FORMS: tuple[Form, ...] = (
 )
 _ANY = re.compile(
     r"[Mm]emory|[Aa]lloc|_STATUS_|Killed|killed|SIGKILL|signal 9|-9|137|bad_alloc|RESOURCE_EXHAUSTED|paging file|1455|oom|OOM"
-    r"|cuDNN|DataLoader|KV cache|cache blocks"
+    r"|cuDNN|DataLoader|KV cache|cache blocks|abruptly|MEMLIMIT|job killed"
     r"|OutOf|DEVMEM|max seq|model len|Sysmem|mmap|died|RAM\b|executable batch|Invalid buffer|engine to execute|FFT_",
 )
 _NOT_MEMORY = re.compile(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 from hfopt.facts.log_text import LogLine
 from hfopt.schema import OomPhase
@@ -22,6 +23,7 @@ _FRAMES = (
     re.compile(r"(?P<file>[\w./\\-]+\.py):\d+ (?P<function>[\w<>.]+) ?(?:->|$)"),
     re.compile(r"^(?P<file>(?:Cell In|Input In|In) ?\[\d+\])(?P<function>)"),
 )
+_NATIVE_BACKWARD = re.compile(r"frame #\d+: .*(?:torch::autograd::Engine|_backward\w*\()")  # C++ frames behind a message
 _START = re.compile(r"Traceback \(most recent call last\)|^-{20,}$")
 _FAR = 400  # lines before an error that may belong to its traceback
 _NEAR = 40  # without a traceback's beginning
@@ -142,7 +144,8 @@ def phase_before(lines: Sequence[LogLine], index: int) -> tuple[OomPhase, str | 
         found = _by_frames(_traceback(part))
         if found is not None:
             return found
-    return _by_lines(own)
+    native = next((line.text for line in reversed([*own, *after]) if _NATIVE_BACKWARD.search(line.text)), None)
+    return _by_lines(own) if native is None else ("backward", native)
 
 
 def _traceback(lines: Sequence[LogLine]) -> list[str]:
@@ -151,7 +154,7 @@ def _traceback(lines: Sequence[LogLine]) -> list[str]:
     if start is not None:
         return _signs(lines[start:])
     nearby = lines[-_NEAR:]
-    return _signs(nearby) if _has_frame(nearby) else _broken(nearby)
+    return _signs(nearby) if _has_frame(nearby) else _broken(nearby) or _code_above(nearby)
 
 
 def _broken(lines: Sequence[LogLine]) -> list[str]:
@@ -159,6 +162,12 @@ def _broken(lines: Sequence[LogLine]) -> list[str]:
     joined = "".join(line.text for line in lines[:-1])
     frames = [f"{match['file']}|{match['function']}" for match in _FRAMES[0].finditer(joined)]
     return [*frames, joined] if frames else []
+
+
+def _code_above(lines: Sequence[LogLine]) -> list[str]:
+    """The indented lines right above the message: the code of a frame whose own line was not pasted."""
+    above = list(takewhile(lambda line: line.text.startswith("  "), reversed(lines[:-1])))
+    return _signs([*reversed(above), lines[-1]])
 
 
 def _has_frame(lines: Sequence[LogLine]) -> bool:

@@ -29,8 +29,8 @@ from hfopt.schema.outputs import FindingEntry, ReceiptEntry
 ROOT = Path(__file__).parents[2]
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 250.00 MiB. GPU 0 has a total capacity of 7.60 GiB of which 101.12 MiB "
-    "is free. Process 77 has 1.00 GiB memory in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and 20.00 MiB is reserved by "
-    "PyTorch but unallocated.\n"
+    "is free. Process 77 has 1.00 GiB memory in use. Of the allocated memory 6.00 GiB is allocated by PyTorch, and 20.00 MiB is reserved "
+    "by PyTorch but unallocated.\n"
 )
 MODEL = {
     "model_type": "llama",

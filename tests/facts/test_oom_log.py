@@ -59,6 +59,21 @@ def test_phase_and_cause_are_those_of_the_thread(log: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "cause", "phase"),
     [
+        ("slurmstepd: error: Job 123 exceeded memory limit (68000000 > 67108864), being killed", "host_killed", "unknown"),
+        ("=>> PBS: job killed: mem 68000000kb exceeded limit 67108864kb", "host_killed", "unknown"),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "host_killed", "unknown"),
+        ("Your notebook tried to allocate more memory than is available. It has restarted.", "host_killed", "unknown"),
+        (
+            "Map (num_proc=16):  10%|#  | 1000/10000\nOne of the subprocesses has abruptly died during map operation.To debug the error, "
+            "disable multiprocessing.",
+            "host_killed",
+            "data",
+        ),
+        (
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 6291456 bytes",
+            "communication",
+            "communication",
+        ),
         ("zsh: killed     python train.py", "host_killed", "unknown"),
         ("      Reason:       OOMKilled\n      Exit Code:    137", "host_killed", "unknown"),
         ("slurmstepd: error: Exceeded job memory limit", "host_killed", "unknown"),
