@@ -15,7 +15,7 @@ from hfopt.store import OFF, Store, StoredEntry, age_words
 from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from hfopt.schema.outputs import CacheOutput
+    from hfopt.schema.run_outputs import CacheOutput
 
 
 class Action(str, Enum):

@@ -13,7 +13,7 @@ from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
     from hfopt.monitor.history import History
-    from hfopt.schema.outputs import ReportOutput
+    from hfopt.schema.run_outputs import ReportOutput
 
 
 def report(

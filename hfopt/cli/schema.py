@@ -15,7 +15,7 @@ from hfopt.cli.json_output import SCHEMA, VERSIONS, schema_name
 from hfopt.cli.output import answer
 from hfopt.errors import ConfigError
 
-_OUTPUTS = "hfopt.schema.outputs"
+_OUTPUTS, _RUNS = "hfopt.schema.outputs", "hfopt.schema.run_outputs"
 TYPES = {
     # the module and the name of each output's type
     "error": (_OUTPUTS, "ErrorOutput"),
@@ -26,10 +26,10 @@ TYPES = {
     "explain": (_OUTPUTS, "ExplainOutput"),
     "diff": (_OUTPUTS, "DiffOutput"),
     "calibrate": ("hfopt.speed.calibration", "CalibrateOutput"),
-    "rehearse": (_OUTPUTS, "RehearseOutput"),
-    "report": (_OUTPUTS, "ReportOutput"),
-    "gpus": (_OUTPUTS, "GpusOutput"),
-    "cache": (_OUTPUTS, "CacheOutput"),
+    "rehearse": (_RUNS, "RehearseOutput"),
+    "report": (_RUNS, "ReportOutput"),
+    "gpus": (_RUNS, "GpusOutput"),
+    "cache": (_RUNS, "CacheOutput"),
     "doctor": ("hfopt.hardware.checkup", "DoctorOutput"),
 }
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"

@@ -14,7 +14,7 @@ from hfopt.monitor.window import merge
 from hfopt.schema import Phases, Window
 
 if TYPE_CHECKING:
-    from hfopt.schema.outputs import FindingEntry, ReceiptEntry, RunOutput
+    from hfopt.schema.run_outputs import FindingEntry, ReceiptEntry, RunOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

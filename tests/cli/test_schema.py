@@ -24,7 +24,7 @@ from hfopt.errors import DryRunError, HfoptError
 from hfopt.monitor.log import KINDS, RunLog
 from hfopt.planner import Plan
 from hfopt.schema import PhasePeak, Rehearsal, Trial
-from hfopt.schema.outputs import FindingEntry, ReceiptEntry
+from hfopt.schema.run_outputs import FindingEntry, ReceiptEntry
 
 ROOT = Path(__file__).parents[2]
 OOM = (
