@@ -116,10 +116,17 @@ def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
         if node is not None and node.kind == "mapping":
             keys = {name: name for name in value if isinstance(name, str) and name in real}
             for name in value:
-                if isinstance(name, str) and name in ALIASES and ALIASES[name] not in keys and not isinstance(value[name], dict | list):
-                    keys[ALIASES[name]] = name
+                meant = _meant(name, real) if isinstance(name, str) and not isinstance(value[name], dict | list) else None
+                if meant is not None and meant not in keys:
+                    keys[meant] = name
             if keys:
                 yield Section(path=path, node=node, keys=keys, score=_score(path, keys))
+
+
+def _meant(name: str, real: frozenset[str]) -> str | None:
+    """The key that a script's own name stands for: an alias, or the name with dashes, as on a command line."""
+    plain = name.replace("-", "_")
+    return plain if plain != name and plain in real else ALIASES.get(plain)
 
 
 def _mappings(value: Any, path: NodePath, closed: frozenset[str]) -> Iterator[tuple[NodePath, dict[Any, Any]]]:

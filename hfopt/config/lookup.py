@@ -24,7 +24,7 @@ class Facts:
         self._by_name: dict[str, list[tuple[NodePath, Any]]] = {}
         self.asked: set[str] = set()  # the names that somebody looked up
         for path, value in found:
-            self._by_name.setdefault(path[-1].lower(), []).append((path, value))
+            self._by_name.setdefault(path[-1].lower().replace("-", "_"), []).append((path, value))
 
     def get(self, *names: str, under: Iterable[str] = (), not_under: Iterable[str] = ()) -> Any:
         """The first value that is not null under one of the names."""

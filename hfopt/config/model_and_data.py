@@ -13,10 +13,11 @@ from typing import Any, Literal
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import stage_notes
-from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, trl_dtype
-from hfopt.config.trained_parts import frozen_parts, has_images, image_facts, tuning_method
+from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
+from hfopt.config.task_words import read_task
+from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
 from hfopt.facts.training_keys import trl_default
-from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, Task, TrainerKind
+from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
 
 Trainer = TrainerKind
 
@@ -31,63 +32,13 @@ _DTYPES = {
     "float32": "float32",
     "auto": "auto",
 }
-_GLUE_LABELS = {"cola": 2, "sst2": 2, "mrpc": 2, "qqp": 2, "stsb": 1, "mnli": 3, "qnli": 2, "rte": 2, "wnli": 2}
-_TASKS: dict[str, Task] = {
-    "causallm": "causal_lm",
-    "clm": "causal_lm",
-    "textgeneration": "causal_lm",
-    "languagemodeling": "causal_lm",
-    "sft": "causal_lm",
-    "maskedlm": "masked_lm",
-    "mlm": "masked_lm",
-    "fillmask": "masked_lm",
-    "pretraining": "masked_lm",
-    "seq2seqlm": "seq2seq_lm",
-    "seq2seq": "seq2seq_lm",
-    "text2textgeneration": "seq2seq_lm",
-    "summarization": "seq2seq_lm",
-    "translation": "seq2seq_lm",
-    "conditionalgeneration": "seq2seq_lm",
-    "sequenceclassification": "sequence_classification",
-    "seqcls": "sequence_classification",
-    "textclassification": "sequence_classification",
-    "sentimentanalysis": "sequence_classification",
-    "classification": "sequence_classification",
-    "glue": "sequence_classification",
-    "tokenclassification": "token_classification",
-    "tokencls": "token_classification",
-    "ner": "token_classification",
-    "questionanswering": "question_answering",
-    "qa": "question_answering",
-    "questionans": "question_answering",
-    "imageclassification": "image_classification",
-    "semanticsegmentation": "semantic_segmentation",
-    "imagesegmentation": "semantic_segmentation",
-    "ctc": "ctc",
-    "speechseq2seq": "speech_seq2seq",
-    "audioclassification": "audio_classification",
-    "featureextraction": "embedding",
-    "sentencesimilarity": "embedding",
-    "imagetexttotext": "image_text",
-    "transcribe": "speech_seq2seq",
-    "vision2seq": "image_text",
-    "imagetotext": "image_text",
-    "visualquestionanswering": "image_text",
-    "objectdetection": "object_detection",
-    "detection": "object_detection",
-    "videoclassification": "video_classification",
-    "timeseriesprediction": "time_series",
-    "timeseriesforecasting": "time_series",
-    "timeseries": "time_series",
-    "forecasting": "time_series",
-}
 
 
 def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
     lora = method.lora or _lora(facts, factory)
-    task, labels = _task(facts, trainer)
+    task, labels = read_task(facts, trainer, is_factory=factory)
     return ModelSpec(
         name=model_name(facts),
         task=task,
@@ -98,39 +49,16 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         lora=lora,
         quantization=_quantization(facts, factory),
         frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
-        frozen_parts=frozen_parts(facts, is_factory=factory),
-        num_labels=facts.whole("num_labels", "num_classes", "n_classes", "n_labels") or labels,
-        reference=_reference(facts, trainer),
+        frozen_parts=frozen_parts(facts, is_factory=factory or is_swift(facts)),
+        num_labels=labels,
+        reference=_reference(facts, trainer, args),
         trust_remote_code=facts.true("trust_remote_code"),
         last_layers=method.last_layers,
         notes=(*method.notes, *(stage_notes(facts) if factory else ())),
     )
 
 
-def _task(facts: Facts, trainer: Trainer) -> tuple[Task | None, int | None]:
-    if trainer == "Reward":  # LLaMA-Factory puts a value head on a causal model
-        return ("causal_lm", None) if is_llama_factory(facts) else ("sequence_classification", 1)
-    for value in (facts.text("task_name"), facts.text("task"), facts.text("task_type"), facts.text("pipeline_tag")):
-        if value is not None and value.lower().replace("-", "") in _GLUE_LABELS:
-            return "sequence_classification", _GLUE_LABELS[value.lower().replace("-", "")]
-        if value is not None and (task := _task_of(value)) is not None:
-            return task, None
-    for value in (
-        facts.text("model_class"),
-        facts.text("auto_class"),
-        facts.text("auto_model_class"),
-        facts.text("model_type"),
-        facts.text("lora_task_type"),
-        *_strings(facts.get("architectures", "architecture")),
-    ):
-        if value is not None and (task := _task_of(value)) is not None:
-            return task, None
-    if trainer not in ("Trainer", "Seq2SeqTrainer"):
-        return "image_text" if has_images(facts) else "causal_lm", None
-    return None, None
-
-
-def _reference(facts: Facts, trainer: Trainer) -> bool | None:
+def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | None:
     """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone.
 
     Losses without a reference: LLaMA-Factory's pref_loss (hparams/finetuning_args.py, use_ref_model), TRL's former reference_free.
@@ -138,13 +66,8 @@ def _reference(facts: Facts, trainer: Trainer) -> bool | None:
     if trainer in ("DPO", "KTO"):
         alone = facts.text("pref_loss") in ("orpo", "simpo") or facts.true("reference_free", "precompute_ref_log_probs")
         return False if alone else None
-    return (facts.number("beta") or 0.0) > 0 if trainer in ("GRPO", "RLOO") else None
-
-
-def _task_of(text: str) -> Task | None:
-    """'text-classification', 'SEQ_CLS' and 'AutoModelForSequenceClassification' all name a task."""
-    word = re.sub(r"[^a-z0-9]", "", text.lower().rsplit("modelfor", 1)[-1].rsplit("for", 1)[-1])
-    return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
+    beta = _first(facts.number("beta"), args.get("beta"), 0)
+    return beta > 0 if trainer in ("GRPO", "RLOO") else None
 
 
 def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, partly: bool) -> str | None:
@@ -160,7 +83,7 @@ def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, part
         return _DTYPES.get(said.lower().removeprefix("torch."))
     dialect = dialect_of(facts, trainer)
     if dialect.name == TRL.name:
-        return trl_dtype()
+        return "bfloat16" if is_unsloth(facts) else trl_dtype()
     if dialect is not LLAMA_FACTORY:
         return None
     if not partly and not facts.true("use_badam") and not _zero_3(facts):
@@ -188,6 +111,7 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
     ):
         return None
     kind, swift = facts.text("finetuning_type"), (facts.text("train_type", "sft_type", "tuner_type") or "").lower()
+    word = swift or _method(facts)
     if factory:
         if (kind or "lora") != "lora":
             return None
@@ -197,7 +121,9 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
     else:
         nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
         flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
-        if swift == "full" or (nested is None and flat is None and swift != "lora" and not facts.true("use_peft", "use_lora", "use_qlora")):
+        asked = word in _LORA_WORDS or facts.true("use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora")
+        asked = asked or any(value is True for _, value in facts.all("enabled", under=_LORA_SECTIONS))
+        if word in _FULL_WORDS or (nested is None and flat is None and not asked):
             return None
         rank = flat or nested or (8 if swift == "lora" else 16)
         alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
@@ -212,6 +138,19 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
         use_dora=facts.true("use_dora"),
         use_rslora=facts.true("use_rslora"),
     )
+
+
+_LORA_WORDS, _FULL_WORDS = frozenset({"lora", "qlora", "dora", "rslora"}), frozenset({"full", "full_finetune", "full_finetuning"})
+
+
+def _method(facts: Facts) -> str:
+    """`method: qlora`, `training_type: full`: how a script's file says what trains."""
+    for _, value in facts.all(
+        "peft_method", "peft_type", "training_type", "tuning_method", "finetuning_method", "finetune_type", "method", "adapter"
+    ):
+        if isinstance(value, str) and (word := value.lower().replace("-", "_")) in _LORA_WORDS | _FULL_WORDS:
+            return word
+    return ""
 
 
 _LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
@@ -239,21 +178,37 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _quantization(facts: Facts, factory: bool) -> Quantization | None:
-    bits: Literal[4, 8] | None = None
-    written, name = facts.whole("quantization_bit"), (model_name(facts) or "").lower()
-    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name:
-        bits = 4
-    elif facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
-        bits = 8
+    bits = _quantized_bits(facts)
     if bits is None:
         return None
     double = facts.true("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant")
     return Quantization(
         bits=bits,
         quant_type=facts.text("bnb_4bit_quant_type", "quantization_type") or "nf4",
-        double_quant=double or (factory and bits == 4 and not facts.false("double_quantization")),
+        double_quant=double or (bits == 4 and ((factory and not facts.false("double_quantization")) or _swift_doubles(facts))),
         compute_dtype=_DTYPES.get((facts.text("bnb_4bit_compute_dtype") or "").lower().removeprefix("torch.")),
     )
+
+
+_QUANTIZATION_SECTIONS = ("quantization", "quantization_config", "bnb", "bnb_config", "quant", "bitsandbytes", "qlora")
+
+
+def _quantized_bits(facts: Facts) -> Literal[4, 8] | None:
+    if any(value is False for _, value in facts.all("enabled", under=_QUANTIZATION_SECTIONS)):
+        return None
+    written, name = facts.whole("quantization_bit", "quant_bits", "quantization_bits", "bits", "kbit"), (model_name(facts) or "").lower()
+    said = (facts.text("quantization", "quantization_strategy", "quantize", "quantization_mode", "load_in") or "").lower()
+    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name or _method(facts) == "qlora":
+        return 4
+    if facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
+        return 8
+    found = re.search(r"(?:^|\D)([48])[-_ ]?bits?|int([48])|(nf4|fp4)", said)
+    return None if found is None else 8 if "8" in (found[1], found[2]) else 4
+
+
+def _swift_doubles(facts: Facts) -> bool:
+    """ms-swift's bnb_4bit_use_double_quant is true unless the file says otherwise (swift/arguments/base_args/quant_args.py)."""
+    return is_swift(facts) and not facts.false("bnb_4bit_use_double_quant")
 
 
 _DATA_SECTIONS = ("data", "dataset", "data_args", "dataset_args", "dataarguments", "data_arguments", "datasets", "train_dataset")
@@ -271,6 +226,10 @@ _LENGTHS = (
 )
 
 
+_AUDIO_SECONDS = (
+    *("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s", "max_duration"),
+    *("max_audio_duration", "max_length_in_sec", "max_input_length_in_sec", "max_length_in_seconds", "max_audio_len_s", "max_audio_length"),
+)
 GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
 FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
 
@@ -285,7 +244,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         target_follows=target is not None and facts.whole("max_source_length", "max_input_length") is not None,
         packing=_packing(facts, trainer),
         **image_facts(facts),
-        audio_seconds=facts.number("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s"),
+        audio_seconds=facts.number(*_AUDIO_SECONDS),
         samples=_samples(facts),
         assumed=_generated_parts(facts, trainer) if trainer in ("GRPO", "RLOO") else (),
     )
@@ -301,6 +260,8 @@ def _packing(facts: Facts, trainer: Trainer) -> bool:
 def _samples(facts: Facts) -> int | None:
     """LLaMA-Factory's max_samples holds for each of its datasets."""
     stated = facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples")
+    if stated is None and is_swift(facts):
+        return swift_samples(facts)
     many = len(_strings(facts.get("dataset"))) if is_llama_factory(facts) else 1
     return None if stated is None else stated * max(1, many)
 

@@ -165,7 +165,7 @@ _ABOUT_OTHERS = re.compile(
     r"wandb|log|report|track|mlflow|swanlab|tensorboard|path|dir|file|folder|name|seed|save|push|hub|token|key|project|run|tag|version|desc"
     r"|split|column|field|prompt|template|system|metric|patience|early|epoch|step|lr|rate|warm|decay|beta|eps|sched|proc|worker|cache|shuf"
     r"|test|val|eval|train|data|sample|size|ratio|label|class|task|lang|reward|weight|coef|temp|top_|penalty|num_beams|gen|comment|author"
-    r"|date|debug|verbose|entity|group|url|api|user|email|config|mode|type|format|device|gpu|node|port|host|timeout|monitor|resume|check"
+    r"|random|defaults|hydra|active|profile|date|debug|verbose|entity|group|url|api|user|email|config|mode|type|format|device|gpu|node|port|host|timeout|monitor|resume|check"
 )
 """Words in the names of keys about anything but what a step holds."""
 
@@ -205,7 +205,7 @@ def _is_unset(value: Any) -> bool:
 def _is_known(key: str, asked: Collection[str]) -> bool:
     present = installed()
     own = key in present.fields or key in present.seq2seq or key in ALIASES or key in GONE or key in NEWER or key in effects()
-    return own or key.lower() in asked or key in known_elsewhere()
+    return own or key.lower().replace("-", "_") in asked or key in known_elsewhere()
 
 
 @cache

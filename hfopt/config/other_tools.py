@@ -5,13 +5,16 @@ Source: torchtune 0.7 (recipes/configs): the builder's name says model, size and
 Tools that read TrainingArguments YAMLs in their own way: what they take differently, and under which key they take it.
 
 Sources: llamafactory 0.9.5 (hparams/model_args.py, hparams/training_args.py, hparams/parser.py: OmegaConf reads the file) and
-trl 1.16.0 (scripts/utils.py: TrlParser makes the YAML's values argparse defaults, and argparse converts default text by type).
+trl 1.16.0 (scripts/utils.py: TrlParser makes the YAML's values argparse defaults, and argparse converts default text by type);
+ms-swift as of August 2026 (swift/cli/main.py: each key becomes a command-line option; its defaults: swift/arguments and
+swift/trainers/arguments.py).
 
 Configs of other tools, recognised by keys that only they have, so that they are refused by name and not half understood.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +23,7 @@ from typing import Any
 from hfopt.compat.versions import source_folder
 from hfopt.config.argument_values import Severity
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.training_arguments import BATCH, trl_keys
+from hfopt.config.training_arguments import ACCUMULATION, BATCH, trl_keys
 from hfopt.facts.training_keys import RENAMED, TRAINERS, trl_parser_keys
 
 _FAMILIES: tuple[tuple[str, str], ...] = (  # builder -> hub id; {} is the size as the Hub writes it
@@ -103,13 +106,77 @@ LLAMA_FACTORY = Dialect(
 )
 
 
+MS_SWIFT = Dialect(
+    name="ms-swift",
+    text_costs={"number_as_string": "note", "bool_as_string": "note"},
+    own_reader=True,
+    words={"attn_implementation": ToolSpelling(key="attn_impl", values={"flash_attention_2": "flash_attn"})},
+)
+
+
 def is_llama_factory(facts: Facts) -> bool:
     return facts.has("finetuning_type") or (facts.has("template") and facts.has("stage", "cutoff_len"))
+
+
+_SWIFT_TUNERS = frozenset(
+    {
+        *("lora", "full", "longlora", "adalora", "llamapro", "adapter", "vera", "boft", "fourierft", "reft", "bone", "lora_llm"),
+        *("ia3", "prompt", "rslora", "qlora"),
+    }
+)
+_SWIFT_METHODS = frozenset({"dpo", "orpo", "simpo", "kto", "cpo", "rm", "ppo", "grpo", "gkd"})
+_SWIFT_SAMPLES = 16  # in an optimizer step, where the file states no accumulation
+_SWIFT_STATED = re.compile(r"#(\d+)$")  # dataset: org/name#500
+
+
+def is_swift(facts: Facts) -> bool:
+    """A way to tune or an RLHF method under ms-swift's names for them, beside its name for the model."""
+    tuner = (facts.text("train_type", "tuner_type", "sft_type") or "").lower()
+    method = (facts.text("rlhf_type") or "").lower()
+    return (tuner in _SWIFT_TUNERS or method in _SWIFT_METHODS) and facts.text(
+        "model", "model_id_or_path", "model_type", "adapters"
+    ) is not None
+
+
+def swift_defaults(facts: Facts, args: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Arguments in force that the file need not name."""
+    batch = args.get(BATCH, 1)
+    generates = (facts.text("rlhf_type") or "").lower() == "grpo"
+    found: dict[str, Any] = {
+        BATCH: 1,
+        "per_device_eval_batch_size": 1,
+        ACCUMULATION: 1 if generates else max(1, math.ceil(_SWIFT_SAMPLES / (batch * world_size))),
+        "gradient_checkpointing": True,
+    }
+    if not {"fp16", "bf16"} & args.keys():
+        said = (facts.text("torch_dtype") or "bfloat16").lower().removeprefix("torch.")
+        found["bf16" if said in ("bfloat16", "bf16") else "fp16"] = True
+    if generates:
+        sleeps = facts.whole("sleep_level") is not None
+        found |= {"num_generations": 8, "max_completion_length": 512, "beta": 0.04}
+        found |= {"vllm_gpu_memory_utilization": 0.9, "vllm_enable_sleep_mode": sleeps}
+    return found
+
+
+def swift_samples(facts: Facts) -> int | None:
+    """What `dataset: [org/name#500, …]` says of the number of samples, where each says one."""
+    value = facts.get("dataset")
+    names = value if isinstance(value, list) else [value]
+    found = [_SWIFT_STATED.search(name) for name in names if isinstance(name, str)]
+    return sum(int(one[1]) for one in found if one) if found and all(found) else None
+
+
+def is_unsloth(facts: Facts) -> bool:
+    """FastLanguageModel's own value for checkpointing, or a tool that is told to use it."""
+    stated = facts.text("use_gradient_checkpointing", "gradient_checkpointing", "tuner_backend", "framework", "backend")
+    return (stated or "").lower() == "unsloth" or facts.true("use_unsloth", "unsloth")
 
 
 def dialect_of(facts: Facts, trainer: str) -> Dialect:
     if is_llama_factory(facts):
         return LLAMA_FACTORY
+    if is_swift(facts):
+        return MS_SWIFT
     if trainer in ("Trainer", "Seq2SeqTrainer"):
         return PLAIN
     taken = trl_parser_keys(trainer) if trainer in TRAINERS else None
@@ -127,16 +194,25 @@ _MIXED: Mapping[str, str] = {
 """What scripts call mixed precision: accelerate's `mixed_precision`, Lightning's `precision`."""
 
 
-def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
+def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
     """Arguments in force that the file need not name."""
     if dialect is LLAMA_FACTORY:  # it checkpoints unless it is told not to
         if facts.true("disable_gradient_checkpointing"):
             return {"gradient_checkpointing": False}
         return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
+    if dialect is MS_SWIFT:
+        return swift_defaults(facts, args, world_size)
     if dialect.name == TRL.name:
-        return _trl_defaults(fp16=args.get("fp16") is True)
+        return _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
+    found = _of_seq2seq_script(facts, args)
     mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
-    return {} if mixed is None or {"fp16", "bf16"} & args.keys() else {mixed: True}
+    return found if mixed is None or {"fp16", "bf16"} & args.keys() else found | {mixed: True}
+
+
+def _of_seq2seq_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers' run_summarization.py and run_translation.py hand on to the generation of an evaluation."""
+    said = {"generation_num_beams": facts.whole("num_beams"), "generation_max_length": facts.whole("val_max_target_length")}
+    return {key: value for key, value in said.items() if value is not None} if args.get("predict_with_generate") is True else {}
 
 
 def trl_dtype() -> str | None:
@@ -188,6 +264,13 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
     ("DeepSpeed", _has("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "zero_allow_untested_optimizer", of=2)),
     ("DeepSpeed", lambda data: "zero_optimization" in data and "learning_rate" not in data),
     ("DeepSpeed", _switches),
+    (
+        "SetFit, which trains pairs of sentences by arguments of its own",
+        lambda data: (
+            _has("body_learning_rate", "head_learning_rate", of=1)(data)
+            or ("num_iterations" in data and any("sentence-transformers/" in value for value in data.values() if isinstance(value, str)))
+        ),
+    ),
     ("ludwig", lambda data: _has("input_features", "output_features", of=1)(data)),
     ("LLaMA-Factory v1, which trains by a loop of its own", _has("dist_config", "kernel_config", "sample_backend", "model_class", of=2)),
     ("llm-foundry", _has("max_duration", "device_train_microbatch_size", "global_train_batch_size", of=2)),

@@ -30,7 +30,7 @@ from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import as_of
 from hfopt.facts.training_keys import NEW_SPELLINGS, Installed, installed
 from hfopt.redact import is_secret
-from hfopt.schema import Place, Problem, TrainerKind, TrainJob
+from hfopt.schema import GENERATING, Place, Problem, TrainerKind, TrainJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ def _refusal(path: str, tool: str, data: Mapping[Any, Any]) -> ConfigError:
     if tool == "torchtune":
         what, hint = torchtune_words(data)
         return ConfigError(f"{path}: {what}", hint=hint)
-    hint = "hfopt reads YAMLs of TrainingArguments, TRL, LLaMA-Factory and axolotl"
+    hint = "hfopt reads YAMLs of TrainingArguments, TRL, LLaMA-Factory, ms-swift and axolotl"
     if tool.startswith("accelerate"):
         hint = f"it says how a training is launched; give the training's own config, and this one with --accelerate {path}"
     return ConfigError(f"{path}: a config of {tool}, not of the HuggingFace Trainer", hint=hint)
@@ -158,9 +158,14 @@ def _load_translated(document: Document, made: Translation, present: Installed, 
     )
 
 
+_GROUP_SIZES = ("group_size", "num_samples_per_prompt", "rollouts_per_prompt")  # what scripts call num_generations
+
+
 def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
     """The keys of TRL's own config: arguments of the trainer too, though not of TrainingArguments."""
     said = {key: facts.get(key) for key in trl_keys(trainer) if facts.has(key)}
+    if trainer in GENERATING and (group := facts.whole("num_generations", *_GROUP_SIZES)) is not None:
+        said["num_generations"] = group
     plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
     return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
 
@@ -191,7 +196,9 @@ class _Reading:
             homes = {**self._words(dialect, self.layout.main), **self._stated_once(ATTENTION), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
-                job = self._job({**implied(dialect, self.facts, args), **_trl_arguments(self.facts, trainer), **args}, trainer, homes)
+                job = self._job(
+                    {**implied(dialect, self.facts, args, self.world_size), **_trl_arguments(self.facts, trainer), **args}, trainer, homes
+                )
         problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file(found))
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(

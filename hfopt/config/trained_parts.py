@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.other_tools import is_llama_factory
+from hfopt.config.other_tools import is_llama_factory, is_unsloth
 from hfopt.schema import Lora, ModelPart
 
 _EDGES = frozenset({"height", "width", "shortest_edge", "longest_edge", "max_height", "max_width"})
@@ -132,6 +132,9 @@ _OPTIMIZERS = {
 }
 
 
+_UNSLOTH = "unsloth's own kernels and checkpointing are not modelled: those of transformers are planned, which take more"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuningMethod:
     lora: Lora | None = None  # what stands in for an adapter of another kind
@@ -145,6 +148,8 @@ def tuning_method(facts: Facts, *, factory: bool) -> TuningMethod:
     kind = (facts.text("finetuning_type") or "").lower() if factory else ""
     peft_type = (facts.text("peft_type", "peft_method", "tuner_type") or "").lower().replace("-", "_")
     optimizers = tuple(f"{key}: {words}" for key, words in _OPTIMIZERS.items() if facts.true(key))
+    if is_unsloth(facts) and not facts.true("use_unsloth", "unsloth"):  # those keys have a sentence of their own
+        optimizers = (*optimizers, _UNSLOTH)
     if kind == "freeze":
         return TuningMethod(last_layers=_frozen_layers(facts), notes=(*_frozen_notes(facts), *optimizers))
     if kind == "oft" or peft_type in _OF_ROTATIONS:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.config.lookup import Facts, model_name
+from hfopt.config.other_tools import is_swift, is_unsloth
 from hfopt.config.training_arguments import trl_keys
 from hfopt.facts.training_keys import installed
 from hfopt.schema import TrainerKind
@@ -31,7 +32,7 @@ _NAMED: Mapping[str, TrainerKind] = {
 _STATED_BY = ("stage", "rlhf_type", "rl", "method", "trainer_type", "trainer_class", "trainer", "training_type")
 _OWN_KEYS: tuple[tuple[TrainerKind, tuple[str, ...]], ...] = (
     ("RLOO", ("rloo_k", "normalize_advantages", "reward_clip_range")),
-    ("GRPO", ("num_generations", "reward_funcs", "steps_per_generation", "num_iterations", "scale_rewards")),
+    ("GRPO", ("num_generations", "reward_funcs", "steps_per_generation", "scale_rewards")),
     ("KTO", ("desirable_weight", "undesirable_weight")),
     ("Reward", ("center_rewards_coefficient",)),
     ("CPO", ("gamma_beta_ratio", "simpo_gamma", "cpo_alpha")),
@@ -65,8 +66,12 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     for word, trainer in _NAMED.items():
         if re.search(rf"(?:^|[_\W]){word}|{word}(?:$|[_\W]|trainer)", stage):
             return trainer
-    if stage in ("rm", "pt", "ppo") and facts.has("finetuning_type", "cutoff_len", "template"):
+    if stage in ("rm", "pt", "ppo") and (facts.has("finetuning_type", "cutoff_len", "template") or is_swift(facts)):
         return "Reward" if stage == "rm" else "SFT"
+    if is_swift(facts):
+        return "SFT"
+    if (section := _by_section(data)) is not None:
+        return section
     own = next((trainer for trainer, keys in _OWN_KEYS if facts.has(*keys)), None)
     preference = own or _by_loss(facts)
     by_path = _by_path(path)
@@ -75,11 +80,22 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     name = model_name(facts)
     if facts.has(*_SFT_KEYS) and (name is None or _ENCODERS.search(name) is None):
         return by_path or "SFT"
-    if facts.has("finetuning_type") or (facts.has("cutoff_len") and facts.has("template")):
+    if facts.has("finetuning_type") or is_unsloth(facts) or (facts.has("cutoff_len") and facts.has("template")):
         return "SFT"
     if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
         return "Seq2SeqTrainer"
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
+
+
+def _by_section(data: Mapping[Any, Any]) -> TrainerKind | None:
+    """A section of the method's own (`training: {grpo: {group_size: 4}}`), where there is one alone."""
+    inner = [value for value in data.values() if isinstance(value, Mapping)]
+    sections = [
+        key.lower() for level in (data, *inner) for key, value in level.items() if isinstance(key, str) and isinstance(value, Mapping)
+    ]
+    words = {word for key in sections for word in re.split(r"[\W_]+", key)}
+    found = {trainer for word, trainer in _NAMED.items() if word in words and word != "reward"}  # `reward:` is a part of GRPO's files
+    return found.pop() if len(found) == 1 else None
 
 
 def _by_path(path: str) -> TrainerKind | None:

@@ -65,8 +65,8 @@ class SectionReader:
         self.dialect = dialect
         self.args: dict[str, Any] = {}
         self.found: list[FoundProblem] = []
-        written = (name for real, name in section.keys.items() if real != name)
-        self._scripted = any(name not in QUIET_ALIASES for name in written)  # names of its own: a script takes the keys one by one
+        self._aliased = {name: real for real, name in section.keys.items() if real != name}
+        self._scripted = any(name not in QUIET_ALIASES for name in self._aliased)  # names of its own: a script takes the keys one by one
 
     def read(self) -> Read:
         for key, value in self.values.items():
@@ -89,8 +89,8 @@ class SectionReader:
             self._read_gone_from_tool(key, self.dialect.gone[key])
         elif key in GONE:
             self._read_gone(key, value, GONE[key])
-        elif self.section.keys.get(ALIASES.get(key, "")) == key:
-            self._read_alias(key, value)
+        elif (real := self._aliased.get(key)) is not None:
+            self._read_alias(key, real, value)
         elif key in NEWER:
             hint = f"in {self.present.version}: {NEWER[key]}" if NEWER[key] else "drop it, or upgrade transformers"
             self._say(key, "newer_key", "error", f"{key} is newer than transformers {self.present.version}", hint)
@@ -124,9 +124,8 @@ class SectionReader:
             )
         return verdict
 
-    def _read_alias(self, key: str, value: Any) -> None:
+    def _read_alias(self, key: str, real: str, value: Any) -> None:
         """A script's own name for an argument. Its values may be the script's own too (`optimizer: AdamW`): those are none of ours."""
-        real = ALIASES[key]
         field = self._field(real)
         if field is None:
             return
@@ -181,6 +180,8 @@ class SectionReader:
             fix = "drop the line" if new is None else f"drop the line; {new} is set already"
             self._say(key, "removed_key", "error", message, fix, (Operation(path=self.section.path, key=key, remove=True),))
             return
+        if (field := self._field(new)) is not None:
+            self._take(new, key, judge(new, self.values[key], field))
         rename = Operation(path=self.section.path, key=key, rename_to=new, after=self.values[key], keep_value=True)
         self._say(key, "renamed_key", "error", message, f"{new}: {_brief(new, self.values[key])}", (rename,))
 

@@ -26,7 +26,7 @@ from hfopt.schema import Candidate, Change, Chosen, EvaluationPeak, PlanFacts
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
 SAME_SPEED = 0.005  # a gain below this is none
-TOOLS = {"LLaMA-Factory": "llamafactory-cli train", "axolotl": "axolotl train"}
+TOOLS = {"LLaMA-Factory": "llamafactory-cli train", "axolotl": "axolotl train", "ms-swift": "swift sft"}
 PLANNED = "planned.yaml"  # what the result is called until it has a name
 
 
@@ -173,7 +173,8 @@ def use_words(facts: PlanFacts, file: str | None) -> str:
     if facts.engine is not None and facts.engine.commands:
         return facts.engine.commands[0]
     if job.tool in TOOLS:
-        return f"{TOOLS[job.tool]} {target}{unnamed}"
+        command = "swift rlhf" if job.tool == "ms-swift" and job.trainer != "SFT" else TOOLS[job.tool]
+        return f"{command} {target}{unnamed}"
     if job.uses_trl:
         return f"trl {job.trainer.lower()} --config {target}{unnamed}"
     return f"python train.py {target}{'' if target == job.path else f', instead of {job.path}'}{unnamed}"

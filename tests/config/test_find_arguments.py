@@ -116,3 +116,12 @@ def test_mappings_inside_an_argument_are_not_sections() -> None:
     loaded = read("learning_rate: 0.1\nnum_train_epochs: 1\ndeepspeed:\n  gradient_accumulation_steps: auto\n  train_batch_size: auto\n")
     assert loaded.job is not None and loaded.job.section == () and loaded.job.accumulation == 1
     assert loaded.problems == ()
+
+
+@pytest.mark.parametrize(("key", "size"), [("per-device-train-batch-size", 8), ("batch-size", 8)])
+def test_names_with_dashes_are_those_of_a_command_line(key: str, size: int) -> None:
+    text = f"model-name: gpt2\nmax-length: 64\n{key}: {size}\nlearning-rate: 1.0e-4\n"
+    loaded = read(text)
+    assert batch(loaded) == size and loaded.job is not None and loaded.job.data.max_length == 64 and loaded.job.model.name == "gpt2"
+    changed = edit(loaded, [Change(key="per_device_train_batch_size", before=size, after=4, reason="")])
+    assert changed.data.decode() == text.replace(f"{key}: {size}", f"{key}: 4")

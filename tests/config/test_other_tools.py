@@ -48,6 +48,35 @@ def test_keys_gone_from_trl_are_told_with_the_new_name(text: str, key: str, fix:
     assert key not in now and after.items() <= now.items()
 
 
+@needs_trl
+@pytest.mark.parametrize("key", ["use_liger", "use_liger_kernel"])
+def test_a_renamed_key_of_trl_is_in_force_before_its_repair(key: str) -> None:
+    job = load_bytes(f"{SFT}{key}: true\n".encode(), "c.yaml").job
+    assert job is not None and job.settings.liger
+
+
+@pytest.mark.parametrize("lines", ["num_iterations: 20\n", "body_learning_rate: 2.0e-5\n"])
+def test_setfit_is_refused_by_name(lines: str) -> None:
+    text = f"model_id: sentence-transformers/paraphrase-mpnet-base-v2\nbatch_size: 16\nnum_epochs: 1\n{lines}"
+    with pytest.raises(ConfigError, match="a config of SetFit"):
+        load_bytes(text.encode(), "c.yaml")
+
+
+def test_the_example_scripts_hand_beams_and_lengths_on_to_the_evaluation() -> None:
+    text = f"model_name_or_path: t5-small\nnum_beams: 4\nval_max_target_length: 64\n{BATCH}: 4\noutput_dir: o\n"
+    plain, generating = (load_bytes(f"{text}{more}".encode(), "c.yaml").job for more in ("", "predict_with_generate: true\n"))
+    assert plain is not None and plain.settings.evaluation.generation_beams == 1
+    assert generating is not None and generating.settings.evaluation.generation_beams == 4
+    assert generating.settings.evaluation.generation_max_length == 64
+
+
+def test_unsloth_checkpoints_and_loads_bfloat16() -> None:
+    text = f"model_name: unsloth/gpt2\nmax_seq_length: 64\nuse_gradient_checkpointing: unsloth\n{BATCH}: 2\noutput_dir: o\n"
+    loaded = load_bytes(text.encode(), "c.yaml")
+    assert loaded.job is not None and loaded.job.settings.checkpointing.on and loaded.job.model.weights_dtype == "bfloat16"
+    assert any("unsloth's own kernels" in note for note in loaded.job.model.notes)
+
+
 @pytest.mark.parametrize(
     ("lines", "key"),
     [

@@ -239,7 +239,7 @@ def test_the_real_installed_transformers_is_read() -> None:
 
 
 def test_the_values_of_a_scripts_own_keys_are_its_own() -> None:
-    text = "batch_size: 4\noptimizer: AdamW\nscheduler: cosine_warmup\nuse_gradient_checkpointing: unsloth\nnum_train_epochs: 1\n"
+    text = "batch_size: 4\noptimizer: AdamW\nscheduler: cosine_warmup\nuse_gradient_checkpointing: selective\nnum_train_epochs: 1\n"
     read_in = load_bytes(text.encode(), "c.yaml")
     assert [(problem.code, problem.key) for problem in read_in.problems] == [("alias", "batch_size")]
     assert read_in.job is not None and read_in.job.raw == {"per_device_train_batch_size": 4, "num_train_epochs": 1}
