@@ -136,13 +136,16 @@ def state_bytes(count: ParameterCount, settings: StepSettings) -> StateBytes:
 
 
 def _zero_bytes(count: ParameterCount, settings: StepSettings, sharding: Sharding) -> StateBytes:
-    """DeepSpeed trains a half-precision copy and updates float32 weights, which are divided, as Adam's two states are."""
+    """DeepSpeed trains a half-precision copy and updates float32 weights, which are divided, as the optimizer's states are; whichever
+    optimizer updates them, they are there."""
     half = settings.precision in ("bf16", "fp16")
     weights = min(count.weights_bytes, 2 * count.elements) if half else count.weights_bytes
     if sharding.engine == "zero3":
         weights = 0 if sharding.offload_parameters else weights // sharding.world_size
-    adam = settings.optim in TORCH_ADAM and not sharding.offload_optimizer
-    states = count.trained_elements * (12 if half else 8) // sharding.world_size if adam else 0
+    states = 0
+    if not sharding.offload_optimizer:
+        of_the_optimizer = 8 * count.trained_elements if settings.optim in TORCH_ADAM else _optimizer_bytes(count, settings.optim)
+        states = ((4 * count.trained_elements if half else 0) + of_the_optimizer) // sharding.world_size
     return StateBytes(weights_bytes=weights, gradients_bytes=0, optimizer_bytes=states)
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from hfopt.compat.transformers_patches import undisturbed
+from hfopt.compat.transformers_patches import quietly, undisturbed
 from hfopt.errors import WorkloadError
 from hfopt.facts.training_keys import as_spelled
 from hfopt.model.losses import Alone, apart, carry, loss_of
@@ -83,7 +83,8 @@ def trl_classes(kind: str) -> TrlClasses | None:
         return None
     for place in _PLACES[kind]:
         try:
-            module = importlib.import_module(place)
+            with quietly():  # trl.experimental warns of itself
+                module = importlib.import_module(place)
             return TrlClasses(trainer=getattr(module, f"{kind}Trainer"), config=getattr(module, f"{kind}Config"))
         except (ImportError, AttributeError):
             continue

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from hfopt.config.other_tools import LLAMA_FACTORY
 from hfopt.facts.optimizer_states import FOREACH_ADAM, FUSED_ADAM, TORCH_ADAM
 from hfopt.planner.choices import LIGER, why_no_liger
 from hfopt.planner.request import Subject
@@ -134,7 +135,7 @@ def _adapters(subject: Subject) -> Iterator[MemoryRemedy]:
     job = subject.job
     if job.model.name is None:
         return
-    adapted = job if job.model.lora is not None else replace(job, model=replace(job.model, lora=LORA))
+    adapted = job if job.model.lora is not None else replace(job, model=replace(job.model, lora=LORA, weights_dtype=_below_adapters(job)))
     if adapted is not job:
         yield MemoryRemedy(
             words="LoRA on all linear layers (r=16): trains adapters, not the model",
@@ -151,6 +152,12 @@ def _adapters(subject: Subject) -> Iterator[MemoryRemedy]:
             effect="training",
             job=replace(adapted, model=replace(adapted.model, quantization=Quantization(bits=4, compute_dtype="bfloat16"))),
         )
+
+
+def _below_adapters(job: TrainJob) -> str | None:
+    """What the model is loaded in once it no longer trains: LLaMA-Factory makes float32 only of what trains (model/adapter.py)."""
+    computed = {"bf16": "bfloat16", "fp16": "float16"}.get(job.settings.precision)
+    return computed if computed is not None and job.tool == LLAMA_FACTORY.name else job.model.weights_dtype
 
 
 def _shorter(subject: Subject) -> Iterator[MemoryRemedy]:

@@ -74,6 +74,21 @@ def test_the_bound_holds_for_one_rank_of_several(tmp_path: Path, engine: Any) ->
     assert 0 < least <= traced(work, settings).curve.peak(1).allocated_bytes
 
 
+@pytest.mark.parametrize(
+    ("optim", "bytes_each"),
+    [("adamw_torch", 12), ("adamw_torch_fused", 12), ("paged_adamw_32bit", 4), ("adafactor", 4), ("adamw_bnb_8bit", 6)],
+)
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_keeps_float32_weights_whichever_optimizer_updates_them(engine: Any, optim: str, bytes_each: int) -> None:
+    import torch
+
+    count = count_parameters(torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16, device="meta"))
+    held = state_bytes(count, StepSettings(precision="bf16", optim=optim, sharding=Sharding(engine=engine, world_size=2)))
+    assert held.optimizer_bytes == pytest.approx(bytes_each * 4096 * 4096 / 2, rel=0.02)
+    on_host = Sharding(engine=engine, world_size=2, offload_optimizer=True)
+    assert state_bytes(count, StepSettings(precision="bf16", optim=optim, sharding=on_host)).optimizer_bytes == 0
+
+
 def test_parts_that_text_does_not_reach_get_no_gradient() -> None:
     import torch
 

@@ -165,3 +165,12 @@ def test_a_larger_card_holds_vllm_too() -> None:
     alone, beside = _larger_card(60 * GIB), _larger_card(60 * GIB, 0.5)
     assert alone is not None and beside is not None and beside != alone
     assert _larger_card(60 * GIB, 0.93) is None
+
+
+def test_llama_factory_widens_what_trains_and_no_model_below_adapters(rescue: Callable[..., Rescue]) -> None:
+    found = rescue(24, stage="sft", finetuning_type="full", template="llama3", cutoff_len=512)
+    assert found.subject.job.model.weights_dtype == "float32"
+    adapted = [one.job for one in remedies(found.subject, "adamw_torch") if one.job is not None and one.job.model.lora is not None]
+    assert adapted and {job.model.weights_dtype for job in adapted} == {"bfloat16"}
+    plain = remedies(rescue(24).subject, "adamw_torch")
+    assert {one.job.model.weights_dtype for one in plain if one.job is not None} == {None}
