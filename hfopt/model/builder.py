@@ -32,7 +32,7 @@ from hfopt.compat.torch_patches import parameters_on_meta
 from hfopt.compat.transformers_patches import sdpa_stands_in
 from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
-from hfopt.model.heads import Head
+from hfopt.model.heads import Head, config_for
 from hfopt.model.losses import REFERENCE
 from hfopt.model.quantize import quantize
 from hfopt.model.sources import ConfigSource
@@ -271,6 +271,7 @@ class Recipe:
         with quietly():
             try:
                 model_class = self.head.model_class or getattr(transformers, self.head.class_name)
+                config = config_for(model_class, config)
                 with sdpa_stands_in(model_class) if uses_flash(self.spec) else nullcontext():
                     model: nn.Module = model_class._from_config(config, **options)
             except FAILURES as error:

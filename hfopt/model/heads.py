@@ -110,6 +110,8 @@ def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, t
     if task is None and trainer != "Trainer" and trainer != "Seq2SeqTrainer":
         task = "sequence_classification" if trainer == "Reward" else "causal_lm"
     if task is not None:
+        if task == "causal_lm" and trainer != "Trainer" and task in heads and named in heads.get("image_text", ()):
+            return Head(task=task, class_name=named)  # TRL and LLaMA-Factory load the class the checkpoint names, for text too
         return _for_task(model_type, heads, task, named)
     for candidate, classes in heads.items():
         if (
@@ -125,6 +127,12 @@ def choose_head(model_type: str, config: Mapping[str, Any], task: Task | None, t
     usual = _usual(model_type, heads, encoder_decoder=bool(config.get("is_encoder_decoder")))
     why = f"the config names {named}, which has no fine-tuning loss" if named else "the config names no class"
     return Head(task=usual, class_name=heads[usual][0], note=f"{why}; {heads[usual][0]} is assumed", guessed=True)
+
+
+def config_for(model_class: Any, config: Any) -> Any:
+    """The language model alone of a vision-language model is made from that part of its config, as transformers' auto classes do it."""
+    text = getattr(type(config), "sub_configs", {}).get("text_config")
+    return config.get_text_config() if text is not None and getattr(model_class, "config_class", None) is text else config
 
 
 def labelled(model_type: str, head: Head, labels: int) -> Head:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hfopt.errors import WorkloadError
 from hfopt.model.from_config import from_spec
@@ -103,3 +104,37 @@ def test_parts_that_do_not_train(tiny: Make) -> None:
     adapted = tiny("qwen3_vl", spec={"frozen_parts": ("vision", "projector"), "lora": Lora(target_modules="all-linear")}).build_model()
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     assert trained and not any("visual" in name for name in trained)
+
+
+QWEN35: dict[str, Any] = {
+    **{"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 990, "video_token_id": 991},
+    **{"vision_start_token_id": 992, "vision_end_token_id": 993},
+    "text_config": {
+        **{"model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 1000, "intermediate_size": 128},
+        **{"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    },
+    "vision_config": {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "out_hidden_size": 64},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "trainer", "class_name"),
+    [
+        (QWEN35, "Trainer", "Qwen3_5ForCausalLM"),
+        (QWEN35, "SFT", "Qwen3_5ForConditionalGeneration"),
+        (FAMILIES["mllama"], "Trainer", "MllamaForCausalLM"),
+    ],
+    ids=["qwen3_5", "qwen3_5-sft", "mllama"],
+)
+def test_text_alone_trains_a_vision_language_model(tmp_path: Path, config: dict[str, Any], trainer: str, class_name: str) -> None:
+    """The language model by itself from its part of the config; TRL and LLaMA-Factory load the class that the checkpoint names."""
+    if config["model_type"] not in CONFIG_MAPPING_NAMES:
+        pytest.skip(f"this transformers has no {config['model_type']}")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = from_spec(ModelSpec(name=str(tmp_path), task="causal_lm", weights_dtype="float32"), DataSpec(max_length=16), trainer=trainer)
+    model, batch = workload.build_model(), workload.make_batch(2)
+    assert type(model).__name__ == class_name and "pixel_values" not in batch
+    loss = model(**batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
