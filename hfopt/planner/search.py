@@ -3,8 +3,8 @@
 The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
 
 Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: the config's own settings, for a change is
-made for a gain; else fewer accumulation steps (and with them the batch is said), no checkpointing, the checkpointing and the precision
-the user has.
+made for a gain; else its own batch, for a larger one takes memory; else fewer accumulation steps (and with them the batch is said), no
+checkpointing, the checkpointing and the precision the user has.
 
 Which candidates fit: each is held against the largest batch its memory curve allows, and a rejected one keeps its reason.
 
@@ -59,6 +59,7 @@ def _preference(candidate: Candidate, current: Candidate | None) -> tuple[object
     return (
         candidate != current,  # a change is made for a gain
         sum(extras),
+        current is not None and candidate.per_device_batch != current.per_device_batch,  # so is a larger batch, with the memory it takes
         candidate.accumulation,
         candidate.checkpointing.on,
         current is not None and candidate.checkpointing != current.checkpointing,

@@ -306,6 +306,8 @@ def _why_not_equal(other: Candidate, winner: Candidate) -> str:
     """What the order among equals says, in its own order."""
     if other.accumulation > winner.accumulation:
         return "more accumulation steps"
+    if other.accumulation < winner.accumulation:
+        return "a larger batch, which takes more memory"
     if other.checkpointing.on and not winner.checkpointing.on:
         return "recomputes what fits without"
     return "changes more of the config"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -53,6 +54,18 @@ def test_ties_go_to_fewer_accumulation_steps_then_no_checkpointing() -> None:
     ordered = rank(every(96), lambda candidate: step(1.0), current=mine)
     assert ordered[0][0] == Candidate(per_device_batch=96, accumulation=1, precision="fp32")
     assert [c.accumulation for c, _ in ordered] == sorted(c.accumulation for c, _ in ordered)
+
+
+def test_a_larger_batch_is_taken_for_a_gain_alone() -> None:
+    """Two of the file's own batch and four: no gain, and twice the activations."""
+    mine = Candidate(per_device_batch=2, accumulation=8, precision="bf16", checkpointing=Checkpointing(every_n_layers=1))
+    pool = [Candidate(per_device_batch=size, accumulation=16 // size, precision="bf16") for size in (4, 2, 1)]
+
+    def time(gain: float) -> Callable[[Candidate], StepTime]:
+        return lambda candidate: step(2.0 if candidate == mine else 1.0 if candidate.per_device_batch == 4 else 1.0 + gain)
+
+    assert [c.per_device_batch for c, _ in rank([*pool, mine], time(0.01), current=mine)][:3] == [2, 4, 1]
+    assert rank([*pool, mine], time(0.05), current=mine)[0][0].per_device_batch == 4
 
 
 @pytest.mark.parametrize(("slower_s", "wins"), [(1.015, True), (1.02, True), (1.03, False)])

@@ -129,6 +129,7 @@ def test_a_tie_is_told_with_what_decided_it(facts: PlanFacts) -> None:
     winner = facts.after.candidate
     others = {
         "more accumulation steps": replace(winner, accumulation=winner.accumulation + 1),
+        "a larger batch, which takes more memory": replace(winner, accumulation=winner.accumulation - 1),
         "recomputes what fits without": replace(winner, checkpointing=Checkpointing(every_n_layers=1)),
         "changes more of the config": replace(
             winner, optim="adafactor", torch_compile=True, use_liger_kernel=True, attn_implementation="sdpa"
