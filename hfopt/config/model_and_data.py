@@ -13,7 +13,7 @@ from typing import Any, Literal
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import stage_notes
-from hfopt.config.other_tools import LLAMA_FACTORY, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
+from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
 from hfopt.config.task_words import read_task
 from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
 from hfopt.facts.training_keys import trl_default
@@ -34,10 +34,20 @@ _DTYPES = {
 }
 
 
+_ASSUMED_LORA = Lora(r=16, alpha=32.0, target_modules="all-linear")
+_NO_ADAPTER = (
+    "packed weights cannot train, so the script must add an adapter, which the file does not state: LoRA r=16 on all linear layers"
+)
+"""The Trainer refuses a quantized model without one (transformers' trainer.py)."""
+
+
 def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
-    lora = method.lora or _lora(facts, factory)
+    lora, quantization = method.lora or _lora(facts, factory), _quantization(facts, factory)
+    notes = (*method.notes, *(stage_notes(facts) if factory else ()))
+    if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
+        lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
     task, labels = read_task(facts, trainer, is_factory=factory)
     return ModelSpec(
         name=model_name(facts),
@@ -47,14 +57,14 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         widens_trained=method.last_layers is not None and not facts.true("pure_bf16"),
         attn_implementation=_attention(facts),
         lora=lora,
-        quantization=_quantization(facts, factory),
+        quantization=quantization,
         frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
         frozen_parts=frozen_parts(facts, is_factory=factory or is_swift(facts)),
         num_labels=labels,
         reference=_reference(facts, trainer, args),
         trust_remote_code=facts.true("trust_remote_code"),
         last_layers=method.last_layers,
-        notes=(*method.notes, *(stage_notes(facts) if factory else ())),
+        notes=notes,
     )
 
 

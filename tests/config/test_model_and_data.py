@@ -115,6 +115,13 @@ def test_quantization_is_read(text: str, quantization: Quantization | None) -> N
     assert job(text).model.quantization == quantization
 
 
+def test_a_script_that_packs_the_weights_must_add_an_adapter() -> None:
+    assumed = job("load_in_4bit: true").model
+    assert assumed.lora == Lora(r=16, alpha=32, target_modules="all-linear") and any("does not state" in note for note in assumed.notes)
+    assert job("load_in_4bit: true\nuse_lora: false").model.lora is None
+    assert job("packing: true\nload_in_4bit: true").model.lora is None, "TRL's own scripts add none unless they are told"
+
+
 @pytest.mark.parametrize(
     ("text", "trainer", "task"),
     [
