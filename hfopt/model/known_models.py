@@ -99,7 +99,7 @@ _SIZE_WORDS = frozenset(
 _OTHER_SHAPE = frozenset(  # beside a family's name they mean another architecture
     {
         *("vl", "vision", "llava", "moe", "mini", "medium", "nemo", "next", "audio", "omni", "mamba", "embedding", "vlm", "video"),
-        *("scout", "maverick", "nas", "eagle", "medusa", "draft", "plus", "lite", "flash", "air"),
+        *("scout", "maverick", "nas", "eagle", "medusa", "draft", "plus", "lite", "flash", "air", "detr", "upernet", "maskformer"),
     }
 )
 _RUN_FOLDERS = re.compile(r"checkpoint-?\d*|final|merged|output|model|last|best|epoch-?\d*|step-?\d*|snapshot")

@@ -101,3 +101,10 @@ def test_a_slip_keeps_its_numbers() -> None:
     assert same_numbers("bert-base-uncassed", "google-bert/bert-base-uncased")
     assert not same_numbers("mistralai/Codestral-22B", "mistralai/Mistral-7B-v0.1")
     assert not same_numbers("Llama-3.1-8B", "Llama-3.2-8B")
+
+
+@pytest.mark.parametrize("name", ["facebook/detr-resnet-50", "openmmlab/upernet-convnext-small", "facebook/maskformer-swin-base-coco"])
+def test_a_model_around_a_backbone_is_not_the_backbone(name: str) -> None:
+    assert likeliest(name) is None
+    resnet = likeliest("me/resnet-50-flowers")
+    assert resnet is not None and resnet.hub_id == "microsoft/resnet-50"
