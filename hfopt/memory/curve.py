@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
+from hfopt.memory.kept_replays import Replay, known_or_made
 from hfopt.memory.lengths import VaryingLengths
 from hfopt.memory.timeline import FREED, ThirdStep, Timeline
 from hfopt.schema import Breakdown, MemoryPeak
@@ -74,14 +75,6 @@ _FEW, _MANY = 3, 16
 FEWER_ROWS = 1 / 16  # of a full batch's, from one batch of the first step to the next: enough that the blocks are too small for it
 
 
-@dataclass(frozen=True, slots=True)
-class Replay:
-    allocated_bytes: int
-    reserved_bytes: int
-    peak_event: int
-    fits: bool = True
-
-
 @dataclass(slots=True)
 class MemoryCurve:
     """Peak memory as a function of the batch size."""
@@ -116,8 +109,28 @@ class MemoryCurve:
             raise TraceError(f"a batch size of {batch} cannot be estimated", hint="the smallest batch size is 1")
         key = (batch, options, capacity_bytes)
         if key not in self._replays:
-            self._replays[key] = self._replay(batch, lambda: CachingAllocator(options, capacity_bytes=capacity_bytes))
+            self._replays[key] = known_or_made(
+                lambda: self._described(batch, options, capacity_bytes),
+                lambda: self._replay(batch, lambda: CachingAllocator(options, capacity_bytes=capacity_bytes)),
+            )
         return self._replays[key]
+
+    def _described(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Iterator[bytes]:
+        """All that a replay depends on."""
+        import numpy as np
+
+        yield from self.described_steps(batch, options, capacity_bytes)
+        if self.varying is not None:
+            yield np.array(list(self.varying.events(batch)), dtype=np.int64).tobytes()
+        elif self.uneven and self.goes_on:
+            timeline = self.timeline.at(batch)
+            for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
+                yield np.array(sizes, dtype=np.int64).tobytes()
+
+    def described_steps(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Iterator[bytes]:
+        """All that `replay_steps` depends on, and what follows in the timeline."""
+        yield repr((options, capacity_bytes, self.goes_on)).encode()
+        yield from self.timeline.at(batch).described(batch)
 
     def _replay(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Replay:
         same = self._replay_one_length(batch, allocator())

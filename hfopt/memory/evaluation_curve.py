@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hfopt.memory.allocator import CachingAllocator
-from hfopt.memory.curve import MemoryCurve, Replay, replay_events
+from hfopt.memory.curve import MemoryCurve, replay_events
+from hfopt.memory.kept_replays import Replay, known_or_made
 from hfopt.memory.timeline import FREED, Timeline
 from hfopt.schema import EvaluationSettings, GenerationSettings
 
@@ -58,7 +59,24 @@ class EvaluationCurve:
     def replay(
         self, training: MemoryCurve, train_batch: int, evaluation: EvaluationSettings, batch: int, *, capacity_bytes: int | None = None
     ) -> Replay:
-        """Training steps, then the first evaluation; the peaks are those of the evaluation alone."""
+        """Training steps, then the first evaluation; the peaks are those of the evaluation alone. A capacity changes nothing that stays
+        within it."""
+        import numpy as np
+
+        def replayed(most_bytes: int | None) -> Replay:
+            def described() -> Iterator[bytes]:
+                yield from training.described_steps(train_batch, training.options, most_bytes)
+                yield repr((self.timeline.next_block, sorted(self.timeline.streams.items()))).encode()
+                yield np.array(list(self._events(evaluation, batch, 0)), dtype=np.int64).tobytes()
+
+            return known_or_made(described, lambda: self._replayed(training, train_batch, evaluation, batch, most_bytes))
+
+        whole = replayed(None)
+        return whole if capacity_bytes is None or whole.reserved_bytes <= capacity_bytes else replayed(capacity_bytes)
+
+    def _replayed(
+        self, training: MemoryCurve, train_batch: int, evaluation: EvaluationSettings, batch: int, capacity_bytes: int | None
+    ) -> Replay:
         allocator = CachingAllocator(training.options, capacity_bytes=capacity_bytes)
         before = training.replay_steps(train_batch, allocator)
         if not before.fits:

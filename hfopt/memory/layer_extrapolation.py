@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.allocator import AllocatorOptions
-from hfopt.memory.curve import MemoryCurve, Replay, running_lines
+from hfopt.memory.curve import MemoryCurve, running_lines
+from hfopt.memory.kept_replays import Replay
 from hfopt.schema import Breakdown, MemoryPeak, OpCost, Workload
 
 if TYPE_CHECKING:
@@ -62,14 +63,19 @@ class DepthCurve(MemoryCurve):
     _least: dict[int, int] = field(default_factory=dict)
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
+        key = (batch, options)
+        if key not in self._replays:
+            self._replays[key] = self._carried(batch, options)
+        found = self._replays[key]
+        return found if capacity_bytes is None else replace(found, fits=self._runs_in(capacity_bytes, batch, found))
+
+    def _carried(self, batch: int, options: AllocatorOptions | None) -> Replay:
         deep = self.deep.replay(batch, options)
         low = self.shallow.replay(batch, options)
         below, above = _live(self.shallow.timeline, batch), _live(self.timeline, batch)
         rounding = self._on(low.allocated_bytes - int(below[0].max()), deep.allocated_bytes - int(above[0].max()))
         allocated = max(_carried_peak(below, above, self.share) + max(rounding, 0), deep.allocated_bytes)
-        cached = self._cached(low, deep, allocated)
-        found = Replay(allocated, allocated + cached, deep.peak_event)
-        return found if capacity_bytes is None else replace(found, fits=self._runs_in(capacity_bytes, batch, found))
+        return Replay(allocated, allocated + self._cached(low, deep, allocated), deep.peak_event)
 
     def peaks(self, batches: Sequence[int]) -> tuple[MemoryPeak, ...]:
         pairs = zip(self.shallow.peaks(batches), self.deep.peaks(batches), strict=True)

@@ -105,6 +105,13 @@ class Timeline:
             out[index] = size
         return out
 
+    def described(self, batch: int) -> Iterator[bytes]:
+        """All that a replay of it at this batch size depends on."""
+        import numpy as np
+
+        yield repr((sorted(self.marks.items()), sorted(self.streams.items()))).encode()
+        yield from (part.tobytes() for part in (self.blocks, self.is_free, self.place_of, np.array(self.sizes(batch), dtype=np.int64)))
+
 
 def combine(first: Trace, second: Trace) -> Timeline:
     """Matches the traces; raises TraceError when they are not the same sequence of events."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
+from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore, before_tracing
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded
@@ -86,6 +87,17 @@ def plan_subject(
     run: Callable[[Candidate, EvaluationPeak | None], Trial | None] = lambda candidate, evaluation: None,
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator."""
+    with replays_kept(subject.workload.key, subject.workload.name):
+        return _plan_subject(subject, request, progress, estimator, run)
+
+
+def _plan_subject(
+    subject: Subject,
+    request: Request,
+    progress: Progress,
+    estimator: Estimator | None,
+    run: Callable[[Candidate, EvaluationPeak | None], Trial | None],
+) -> Plan:
     device = device_of(subject, request)
     current = current_candidate(subject)
     allowed = precisions_of(subject, device, current)

@@ -20,6 +20,7 @@ from typing import Literal
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
 from hfopt.hardware.prices import HF_JOBS, RentalOffer, cheapest
+from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.device_figures import with_host
@@ -109,7 +110,8 @@ def compare_cards(config: Path, names: Sequence[str], request: Request, *, offer
     subject = from_file(config, replace(request, gpu=names[0]))
     if subject.job.settings.use_cpu:
         raise ConfigError(f"{config}: {USE_CPU}: true, so no card is used", hint=f"drop {USE_CPU} to compare cards")
-    rows = [_row(subject, name, request, traces, offers) for name in names]
+    with replays_kept(subject.workload.key, subject.workload.name):
+        rows = [_row(subject, name, request, traces, offers) for name in names]
     return tuple({row.card: row for row in rows}.values())
 
 
@@ -120,7 +122,7 @@ def _row(subject: Subject, name: str, request: Request, traces: TraceStore, offe
     subject = replace(subject, hardware=hardware)
     offer = cheapest(offers, card, count)
     try:
-        made = plan_subject(subject, request, estimator=traces)
+        made = plan_subject(subject, replace(request, charts=False), estimator=traces)
     except NothingFits as error:
         why_not = str(error).partition(": ")[2]
         return Row(card=card, plan=None, cards=count, why_not=why_not, offer=offer, assumed=subject.assumed, notes=hardware.notes)
