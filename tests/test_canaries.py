@@ -160,6 +160,13 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "oom/micro_batch": ("accelerate.Accelerator.backward", "accelerate.Accelerator.no_sync", "accelerate.Accelerator.unwrap_model"),
         "trace/fsdp": ("accelerate.utils.FullyShardedDataParallelPlugin", "accelerate.utils.fsdp_utils.fsdp2_prepare_model"),
     },
+    "typer": {
+        "compat/typer_patches": (
+            "typer.core._TyperParameter.get_runtime_param",
+            "typer.core._TyperParameter.process_value",
+            "typer.models.ParameterInfo",
+        ),
+    },
     "peft": {
         "model/builder": ("peft.get_peft_model", "peft.LoraConfig"),
         "virtual/site/hfopt_rehearsal_files": ("peft.peft_model.PeftModel.save_pretrained",),

@@ -17,6 +17,7 @@ import typer
 
 from hfopt.cli.json_output import CommandLine, answer_error, command_line
 from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, say_what_the_terminal_can
+from hfopt.compat.typer_patches import spare_pydantic
 from hfopt.errors import HfoptError
 
 
@@ -57,6 +58,7 @@ COMMANDS: tuple[str, ...] = (
 
 def application(arguments: Sequence[str]) -> typer.Typer:
     """The app with the one command that is asked for, or with all where it is not clear which: for --help, a typo, completion."""
+    spare_pydantic()
     app = typer.Typer(
         name="hfopt",
         help="Find the HuggingFace Trainer settings that train the same model fastest without running out of memory.",

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hfopt.planner import Plan, Request
 
 STDOUT = Path("-")
-STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "bold red"}
+STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "bold red", "stale": "yellow"}
 
 
 def plan(
@@ -209,8 +209,7 @@ def _with_deepspeed_beside(made: Plan, target: Path | None, *, written: bool) ->
 
 
 def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
-    console = people(quiet=quiet)
-    shown = console.status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
+    shown = people().status("reading") if sys.stderr.isatty() and not quiet else nullcontext()
     with shown as status:
         from hfopt.planner import Request
         from hfopt.planner.algorithm import make_plan
@@ -236,19 +235,22 @@ def _failed(made: Plan) -> DryRunError | None:
 
 
 def _report(made: Plan, stale_comments: tuple[Any, ...], target: Path | None, *, verbose: bool, quiet: bool) -> None:
+    """Warnings are said in any case; where there is nothing to say nothing is imported for it."""
+    if quiet:
+        lines = [("bad", f"WARNING: {warning}") for warning in made.facts.warnings]
+    else:
+        from hfopt.report.one_screen import plan_lines
+
+        lines = list(plan_lines(made.facts, verbose=verbose, file=None if target is None else str(target)))
+        for one in stale_comments:
+            lines.append(("stale", f"  line {one.place.line}: the comment still states the old value {one.old_value}: {one.comment}"))
+    if not lines:
+        return
     from rich.text import Text
 
-    from hfopt.report.one_screen import plan_lines
-
-    console = people(quiet=quiet)
-    for style, text in plan_lines(made.facts, verbose=verbose, file=None if target is None else str(target)):
+    console = people()
+    for style, text in lines:
         console.print(Text(text, style=STYLES[style]))
-    for warning in made.facts.warnings if quiet else ():
-        people().print(Text(f"WARNING: {warning}", style=STYLES["bad"]))
-    for stale in stale_comments:
-        console.print(
-            Text(f"  line {stale.place.line}: the comment still states the old value {stale.old_value}: {stale.comment}", style="yellow")
-        )
 
 
 def _diff(made: Plan, config: Path, after: bytes) -> bytes:

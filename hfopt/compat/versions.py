@@ -6,15 +6,49 @@ Versions are compared as `packaging.version` does, so that 2.10 comes after 2.9 
 from __future__ import annotations
 
 import ast
+import re
+import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+_RECORD = re.compile(r"(?P<name>.+?)(-(?P<version>[^-]+))?(-py[\d.]+)?\.(?P<kind>dist-info|egg-info|egg|egg-link)$")
+
 
 def package_version(name: str) -> str | None:
-    """As its metadata says; None where it is not installed."""
+    """As its metadata says; None where it is not installed. The name of its folder says it too, in a tenth of the time that
+    `importlib.metadata` takes to be imported; records of other kinds than pip's are left to that."""
+    wanted = _normal(name)
+    for folder in sys.path:
+        for record, version in _records(folder).get(wanted, ()):
+            if version is None:
+                return _stated_version(name)
+            if (record / "METADATA").is_file():
+                return version
+    return None
+
+
+@cache
+def _records(folder: str) -> dict[str, list[tuple[Path, str | None]]]:
+    """What is installed there, by name; without a version where the folder's name is not enough."""
+    found: dict[str, list[tuple[Path, str | None]]] = {}
+    place = Path(folder or ".")
+    for entry in sorted(place.iterdir()) if place.is_dir() else ():
+        if (read := _RECORD.match(entry.name)) is not None:
+            version = read["version"] if read["kind"] == "dist-info" else None
+            found.setdefault(_normal(read["name"]), []).append((entry, version))
+    return found
+
+
+def _normal(name: str) -> str:
+    """As PEP 503 compares them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _stated_version(name: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -38,7 +72,9 @@ def is_at_least(package: str, oldest: str) -> bool:
 @cache
 def installed_torch() -> tuple[int, int]:
     """The torch that the run will use: its allocator and its workspaces have changed over the versions."""
-    return release(metadata.version("torch"))
+    found = package_version("torch")
+    assert found is not None, "torch is a dependency"
+    return release(found)
 
 
 def source_folder(package: str) -> Path | None:

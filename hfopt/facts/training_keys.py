@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +221,7 @@ def trl_parser_keys(trainer: str) -> TrlKeys | None:
         if found is None:
             return None
         keys |= found.keys()
-    return TrlKeys(version=metadata.version("trl"), keys=frozenset(keys))
+    return TrlKeys(version=package_version("trl") or "unknown", keys=frozenset(keys))
 
 
 NEW_SPELLINGS: Mapping[str, str] = {

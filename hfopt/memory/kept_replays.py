@@ -80,7 +80,7 @@ def known_or_made(described: Callable[[], Iterator[bytes]], replay: Callable[[],
         return replay()
     digest = hashlib.sha256()
     for part in described():
-        digest.update(len(part).to_bytes(8))
+        digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)
     return kept.answer(digest.hexdigest(), replay)
 

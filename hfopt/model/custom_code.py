@@ -10,6 +10,7 @@ Models whose config brings its own code (`auto_map`): imported only when trusted
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -132,7 +133,7 @@ def remote_config(source: ConfigSource, *, trusted: bool) -> Any:
             f"{source.name} brings its own code ({source.where}), which is not run unasked",
             hint="set trust_remote_code: true in the YAML if you trust it",
         )
-    return _load(source, "AutoConfig").from_dict(dict(source.fields))
+    return _load(source, "AutoConfig").from_dict(copy.deepcopy(dict(source.fields)))
 
 
 def remote_head(source: ConfigSource, task: Task | None) -> Head:

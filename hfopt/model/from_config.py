@@ -245,7 +245,7 @@ def _why_nothing(spec: ModelSpec) -> str:
 
 def _config(source: ConfigSource, spec: ModelSpec) -> tuple[Any, bool]:
     """transformers' config object with the YAML's overrides, and whether it comes with code of its own."""
-    fields = {**source.fields, **spec.overrides}
+    fields = copy.deepcopy({**source.fields, **spec.overrides})  # transformers writes into what is nested in it (rope_scaling)
     model_type = fields.get("model_type")
     if "auto_map" in fields and not (isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING):
         return remote_config(source, trusted=spec.trust_remote_code), True

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from hfopt.errors import UnknownModelError, WorkloadError
 from hfopt.model.known_models import Architecture, find, find_under_any_owner, likeliest, near_names, same_numbers
@@ -160,6 +158,8 @@ def _cached_on_disk(name: str) -> Path | None:
 
 
 def _from_hub(name: str, tried: list[str]) -> ConfigSource:
+    from urllib.error import HTTPError
+
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -183,6 +183,8 @@ def _from_hub(name: str, tried: list[str]) -> ConfigSource:
 
 def _ask_hub(name: str) -> None:
     """One question with a short limit: the Hub's own client asks five times, half a minute long, where there is no network."""
+    from urllib.request import Request, urlopen
+
     from huggingface_hub import get_token, hf_hub_url
 
     url, token = hf_hub_url(name, "config.json"), get_token()

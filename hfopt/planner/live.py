@@ -23,7 +23,6 @@ from hfopt.config.other_tools import trl_dtype
 from hfopt.config.settings import trainer_settings, with_raw
 from hfopt.errors import ConfigError
 from hfopt.memory.step_memory import context_bytes
-from hfopt.model.losses import trained_modules
 from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.planner.request import Request, Subject, hardware_of, workload_of
 from hfopt.schema import DataSpec, EvaluationSpec, Gpu, Hardware, ModelSpec, TrainerKind, TrainJob
@@ -137,6 +136,8 @@ def _as_if_fresh(gpu: Gpu, held: int) -> Gpu:
 def _held_bytes(trainer: Any) -> int:
     """Reserved by this process, less what lives there besides the model: that does not become free."""
     import torch
+
+    from hfopt.model.losses import trained_modules
 
     device = trainer.args.device
     tensors = (tensor for module in trained_modules(trainer) for tensor in (*module.parameters(), *module.buffers()))

@@ -7,20 +7,21 @@ would wait for them for ever: it computes with one thread, and one that stands s
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import TraceStore
 from hfopt.process.child_guard import die_with_parent
 from hfopt.schema import StepSettings, Workload
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _LOOK_S = 0.5
 _PATIENCE_S = 10.0
@@ -45,6 +46,8 @@ class Ahead:
             expected = [(workload, settings) for workload, settings in expected if self._estimator.known(workload, settings) is None]
         if self._child is not None or not expected or not _can_fork():
             return
+        import multiprocessing
+
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
         child = context.Process(target=_trace, args=(self._estimator, tuple(expected), receiving, sending), daemon=True)
@@ -117,6 +120,8 @@ def _trace(estimator: Estimator, expected: Sequence[Asked], receiving: Connectio
 
 
 def _can_fork() -> bool:
+    import multiprocessing
+
     if "fork" not in multiprocessing.get_all_start_methods() or sys.platform == "darwin":
         return False
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

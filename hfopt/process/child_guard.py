@@ -8,7 +8,6 @@ their own. What every way of running a child needs stands here too, because this
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -43,13 +42,19 @@ def shell_code(returncode: int) -> int:
 def die_with_parent() -> None:
     """In a child: on Linux the kernel ends it when its parent ends, however that happens."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """A launcher that is killed leaves its ranks behind; on Linux they become our children and are ended with the rest."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _prctl(*arguments: int) -> None:
+    import ctypes  # a plan that starts no child does without
+
+    ctypes.CDLL(None).prctl(*arguments)
 
 
 def marked_processes(mark: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,7 +137,7 @@ def test_replays_changed_by_hand_are_not_believed(own_store: Store, replayed: li
     data = bytearray(entry.path.read_bytes())
     data[-1] ^= 1
     entry.path.write_bytes(bytes(data))
-    os.chmod(entry.path, 0o600)
+    entry.path.chmod(0o600)
     with replays_kept(MODEL, "model"):
         curve().replay(4)
     assert replayed == [4, 4]

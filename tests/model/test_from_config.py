@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hfopt.errors import WorkloadError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_spec
+from hfopt.model.sources import find_config
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Task
 
 Tiny = Callable[..., str]
@@ -327,3 +329,11 @@ def test_flash_attention_of_a_model_without_sdpa_is_built(tmp_path: Path, kind: 
     assert workload.parameters > 0
     with pytest.raises(WorkloadError, match="scaled_dot_product_attention"):  # as it was, afterwards
         from_spec(replace(spec, attn_implementation="sdpa"), DataSpec(max_length=16))
+
+
+def test_building_leaves_the_bundled_table_as_it_is() -> None:
+    """transformers completes `rope_scaling` in place: a second question about the same job would not find what the first one kept."""
+    name = "meta-llama/Llama-3.1-8B"
+    before = copy.deepcopy(dict(find_config(name).fields))
+    from_spec(ModelSpec(name=name), DataSpec(max_length=16), layers=1)
+    assert before["rope_scaling"] and dict(find_config(name).fields) == before

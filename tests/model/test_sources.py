@@ -10,7 +10,6 @@ from threading import Thread
 import pytest
 
 from hfopt.errors import WorkloadError
-from hfopt.model import sources
 from hfopt.model.sources import find_config
 
 
@@ -171,6 +170,6 @@ def test_what_the_hub_answers_is_said(hub: Callable[[int], None], capfd: pytest.
 @pytest.mark.parametrize("name", ["no..such", "-model", "a b"])
 def test_what_no_name_on_the_hub_can_be_is_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(sources, "urlopen", None)
+    monkeypatch.setattr("urllib.request.urlopen", None)
     with pytest.raises(WorkloadError, match="not a valid hub id"):
         find_config(name)

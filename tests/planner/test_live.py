@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +125,7 @@ def test_a_live_grpo_trainer_is_traced_on_what_it_will_generate(tiny: Path, tmp_
 
 @pytest.mark.parametrize(("version", "multiple"), [("0.15.2", 8), ("0.16.0", 1), ("1.16.0", 1), (None, 1)])
 def test_before_trl_0_16_a_batch_holds_whole_groups(version: str | None, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def installed(name: str) -> str:
-        if version is None:
-            raise metadata.PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(metadata, "version", installed)
+    for place in ("hfopt.compat.versions", "hfopt.planner.grpo"):
+        monkeypatch.setattr(f"{place}.package_version", lambda name: version)
     assert batch_rule(grpo_job()).multiple == multiple
     assert batch_rule(grpo_job(num_generations=4)).multiple == (4 if multiple > 1 else 1)
