@@ -115,6 +115,11 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.overrides._get_current_function_mode",
             "torch.overrides._pop_mode_temporarily",
         ),
+        "virtual/site/hfopt_rehearsal_journal": (
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.utils.data._utils.fetch._MapDatasetFetcher.fetch",
+            "torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch",
+        ),
         "virtual/site/hfopt_virtual_objects": tuple(
             f"torch.distributed.distributed_c10d.{name}"
             for name in ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")

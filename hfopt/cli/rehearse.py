@@ -11,7 +11,7 @@ from hfopt.cli.options import complete_gpu
 from hfopt.cli.output import people
 
 if TYPE_CHECKING:
-    from hfopt.schema import Rehearsal
+    from hfopt.schema import Rehearsal, RehearsedTime
 
 CONTEXT_SETTINGS = {"allow_interspersed_args": False}
 _EXIT_CODES = {"fits": 0, "unsupported": 1, "oom": 3, "incomplete": 4, "timeout": 4, "failed": 4}
@@ -26,11 +26,13 @@ def rehearse(
     steps: int = typer.Option(3, "--steps", min=1, help="Optimizer steps to run before the evaluation and the checkpoint."),
     vram: str | None = typer.Option(None, "--vram", help="Memory of the card, when it is not the usual one: 24GiB."),
     timeout: float = typer.Option(600.0, "--timeout", min=1.0, help="Seconds after which the script is ended."),
+    timed: bool = typer.Option(False, "--time", help="Also predict the step time from what the script launches; takes 3 steps or more."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
     """Run a training script unmodified on a virtual GPU. Does it start, does it fit, where does it peak?
 
     Memory is counted by PyTorch's own CUDA allocator; kernels compute nothing, so losses and times shown by the script mean nothing.
+    With --time hfopt prices every kernel, copy and collective that the steps launch: a prediction, nothing is measured on a card.
     Nothing the Trainer writes reaches your folders. Exit code: 0 it fits, 1 the card lacks something it asks for, 3 out of memory,
     4 the rehearsal did not get through; a script that fails by itself passes its own code on.
 
@@ -38,6 +40,7 @@ def rehearse(
     Examples:
       hfopt rehearse --gpu a100-80gb -- python train.py --bf16 true
       hfopt rehearse --gpu t4 --num-gpus 2 -- torchrun --nproc_per_node 2 train.py
+      hfopt rehearse --gpu a100-80gb --time -- python train.py
       hfopt rehearse --gpu 3090 --vram 20GiB --steps 5 --json -- python train.py
     """
     from hfopt.errors import HardwareError
@@ -61,10 +64,13 @@ def rehearse(
         steps=steps,
         context_bytes=context_bytes(card.capability, multiprocessors=card.sms),
         timeout_s=timeout,
+        timed=timed,
     )
     if as_json:
         answer_json("rehearse", seen)
     _show(seen)
+    if timed:
+        _show_time(seen)
     raise typer.Exit(_exit_code(seen))
 
 
@@ -113,3 +119,54 @@ def _room(seen: Rehearsal) -> str:
         return ""
     left = seen.capacity_bytes - seen.peak.reserved_bytes - seen.context_bytes
     return f"; {format_bytes(left)} of {format_bytes(seen.capacity_bytes)} stay free"
+
+
+_CAUSES = {
+    "input": "fetching data",
+    "launch": "the host launches",
+    "sync": "the host waits for a value",
+    "python": "the script's own Python",
+    "communication": "other ranks",
+}
+
+
+def _show_time(seen: Rehearsal) -> None:
+    from rich.table import Table
+
+    from hfopt.units import format_percent, format_seconds
+
+    console, time = people(), seen.time
+    if time is None:
+        done = (
+            f"only {seen.steps_done} steps were done" if seen.steps_done < 2 else f"the catalog does not know the speed of {seen.gpu.name}"
+        )
+        if any(note.startswith("torch_compile") for note in seen.notes):
+            done = "the code is compiled"
+        console.print(f"no time predicted: {done}")
+        return
+    console.print(f"\nRehearsed time (predicted from what was launched; nothing was measured on a card): {_headline(time)}")
+    table = Table("phase", "time", "of the step", "kernels run", "launches", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for phase in time.phases:
+        share = format_percent(phase.wall_s / time.step_s)
+        table.add_row(phase.phase, format_seconds(phase.wall_s), share, format_seconds(phase.busy_s), str(phase.launches))
+    console.print(table)
+    idle = [(cause, seconds) for cause, seconds in time.idle_s.items() if seconds >= 0.001 * time.step_s]
+    gaps = ", ".join(f"{format_seconds(seconds)} {_CAUSES[cause]}" for cause, seconds in sorted(idle, key=lambda item: -item[1]))
+    console.print(f"the card is idle for {format_percent(1 - time.busy_s / time.step_s)} of the step" + (f": {gaps}" if gaps else ""))
+    kinds = ", ".join(f"{kind} {format_percent(share)}" for kind, share in time.shares.items() if share >= 0.01)
+    console.print(f"kernels by kind: {kinds}")
+    if time.host_scale is None:
+        console.print("note: the script's own Python between launches was not timed: the run was too short")
+
+
+def _headline(time: RehearsedTime) -> str:
+    from hfopt.units import format_percent, format_rate, format_seconds
+
+    words = f"{format_seconds(time.step_s)} per step"
+    if time.samples_per_s is not None:
+        words += f", {format_rate(time.samples_per_s, 'samples')}"
+    if time.rate_error is not None:
+        words += f"; eight of ten such predictions are within {format_percent(time.rate_error)}"
+    return words

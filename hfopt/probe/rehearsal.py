@@ -16,6 +16,7 @@ from typing import Any
 from hfopt.compat.versions import TorchBuild
 from hfopt.errors import VirtualGpuError
 from hfopt.hardware.installed_software import missing_kernels
+from hfopt.probe.rehearsed_time import rehearsed_time
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
@@ -33,13 +34,24 @@ _ORDER = (
     "evaluation",
     "saving",
 )
+FEWEST_TIMED_STEPS = 3
 _QUIET = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "DISABLED", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def rehearse(
-    command: Sequence[str], gpu: Gpu, *, count: int = 1, steps: int = 3, context_bytes: int = 0, timeout_s: float = 600.0
+    command: Sequence[str],
+    gpu: Gpu,
+    *,
+    count: int = 1,
+    steps: int = 3,
+    context_bytes: int = 0,
+    timeout_s: float = 600.0,
+    timed: bool = False,
 ) -> Rehearsal:
-    """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards."""
+    """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards.
+
+    timed: also price what the steps launch, which takes three of them: one to warm up, one for the kernels, one for the host."""
+    steps = max(steps, FEWEST_TIMED_STEPS) if timed else steps
     words = normal_command(command)
     built = find_toolchain(_interpreter(words)).torch
     missing = missing_kernels(gpu, TorchBuild(version=built.version, cuda=built.cuda))
@@ -48,9 +60,13 @@ def rehearse(
     with child_process.scratch_folder() as folder:
         env = environment(gpu, count=count, context_bytes=context_bytes, state=folder / "board", python=_interpreter(words))
         env |= _QUIET | {"HFOPT_REHEARSAL": str(folder), "HFOPT_REHEARSAL_STEPS": str(steps), "HFOPT_VIRTUAL_STRICT": "1"}
+        if timed:
+            env["HFOPT_VIRTUAL_JOURNAL"] = str(folder)
         ended = child_process.run(words, folder=folder, timeout_s=timeout_s, env=env)
         reports = _read_reports(folder)
-    return _judge(ended, reports, Rehearsal(**_frame(gpu, count, context_bytes, reports), wall_s=ended.wall_s), steps, timeout_s)
+        time = rehearsed_time(folder, gpu, reports) if timed else None
+    frame = Rehearsal(**_frame(gpu, count, context_bytes, reports), wall_s=ended.wall_s, time=time)
+    return _judge(ended, reports, frame, steps, timeout_s)
 
 
 def normal_command(command: Sequence[str]) -> list[str]:

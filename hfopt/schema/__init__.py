@@ -75,7 +75,19 @@ from hfopt.schema.step_cost import (
     ZeroSizes,
 )
 from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
-from hfopt.schema.trial import REHEARSED_MICRO_BATCHES, Candidate, Correction, Neutrality, PhasePeak, Priced, Rehearsal, Rejection, Trial
+from hfopt.schema.trial import (
+    REHEARSED_MICRO_BATCHES,
+    Candidate,
+    Correction,
+    Neutrality,
+    PhasePeak,
+    Priced,
+    Rehearsal,
+    RehearsedPhase,
+    RehearsedTime,
+    Rejection,
+    Trial,
+)
 from hfopt.schema.workload import BatchShape, ConfigFacts, LengthSpread, Workload
 
 __all__ = [
@@ -144,6 +156,8 @@ __all__ = [
     "Quantization",
     "RankLag",
     "Rehearsal",
+    "RehearsedPhase",
+    "RehearsedTime",
     "Rejection",
     "ReplanStep",
     "ReplayedOom",

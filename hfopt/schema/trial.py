@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,6 +119,34 @@ class PhasePeak:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedPhase:
+    """One phase of a rehearsed step: seconds until the card was through it, how long kernels ran in it, and how many."""
+
+    phase: str
+    wall_s: float
+    busy_s: float
+    launches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedTime:
+    """The time of an optimizer step, predicted from what the script launched on the virtual GPU. Nothing of it was measured on a card."""
+
+    step_s: float
+    busy_s: float  # a kernel runs
+    samples_per_s: float | None  # of all ranks; None: the script has no Trainer that says how many a step has
+    steps: int  # that were priced; the figures are their mean
+    launches: int
+    phases: tuple[RehearsedPhase, ...]
+    idle_s: Mapping[str, float]  # by cause: input, launch, sync, python, communication
+    shares: Mapping[str, float]  # by kind of kernel, of step_s
+    clock_share: float | None = None
+    power_w: float | None = None
+    rate_error: float | None = None  # eight of ten rates predicted so were within this share of the measured one
+    host_scale: float | None = None  # seconds of the predicted host for one of this host; None: the script's own Python was not timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsal:
     """A training script on the virtual GPU. Memory is PyTorch's own accounting; values and times mean nothing there."""
 
@@ -135,6 +164,7 @@ class Rehearsal:
     findings: tuple[str, ...] = ()  # what the card does not support of what the script asks
     notes: tuple[str, ...] = ()
     wall_s: float | None = None
+    time: RehearsedTime | None = None  # None: not asked for, or no step could be priced
 
     @property
     def capacity_bytes(self) -> int:

@@ -117,6 +117,12 @@ class StepTimer:
             rate_error=None if self._speed.card_error is None else rate_error(self._speed.card_error, shares),
         )
 
+    def each_kernel_s(self, batch: int, accumulation: int = 1) -> list[float]:
+        """Device seconds of one kernel of each group, at the clock the step sustains."""
+        work = self._work(batch)
+        kernel_s = work.seconds(self._sustained(work, accumulation)[0])
+        return [float(seconds) for seconds in kernel_s / np.maximum(self._count, 1e-9)]
+
     def forward_busy_s(self, batch: int) -> float:
         """Device seconds of one forward: what checkpointing repeats, at most."""
         work = self._work(batch)

@@ -16,7 +16,7 @@ from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
 from hfopt.hardware.installed_software import Probe
 from hfopt.planner.comparison import Limits, Row
-from hfopt.schema import Gpu, PhasePeak, Rehearsal
+from hfopt.schema import Gpu, PhasePeak, Rehearsal, RehearsedPhase, RehearsedTime
 from hfopt.units import GIB
 
 CARD = Gpu(name="T4", memory_bytes=16 * GIB, usable_bytes=15 * GIB)
@@ -48,6 +48,41 @@ def test_the_phases_are_shown_with_the_peak_and_the_room(capsys: pytest.CaptureF
 def test_nothing_stays_free_where_it_ran_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stay free" not in shown(capsys, rehearsed(outcome="oom", message="out of memory"))
     assert "phase" not in shown(capsys, rehearsed(outcome="failed", phases=(), message="it failed"))
+
+
+TIME = RehearsedTime(
+    step_s=0.2,
+    busy_s=0.15,
+    samples_per_s=40.0,
+    steps=1,
+    launches=700,
+    phases=(RehearsedPhase(phase="forward", wall_s=0.08, busy_s=0.05, launches=300),),
+    idle_s={"launch": 0.04, "input": 0.01, "sync": 0.00001},
+    shares={"matmul": 0.6, "elementwise": 0.15, "copy": 0.001},
+    rate_error=0.22,
+    host_scale=0.5,
+)
+
+
+def test_a_rehearsed_time_is_called_predicted_and_its_gaps_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rehearse._show_time(rehearsed(time=TIME))
+    text = capsys.readouterr().err
+    assert "nothing was measured on a card): 200.0 ms per step, 40.0 samples/s; eight of ten such predictions are within 22.0 %" in text
+    (forward,) = [line for line in text.splitlines() if line.startswith("forward")]
+    assert forward.split() == ["forward", "80.0", "ms", "40.0", "%", "50.0", "ms", "300"]
+    assert "idle for 25.0 % of the step: 40.0 ms the host launches, 10.0 ms fetching data\n" in text
+    assert "kernels by kind: matmul 60.0 %, elementwise 15.0 %\n" in text
+    assert "not timed" not in text
+
+
+def test_no_time_is_said_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    rehearse._show_time(rehearsed(steps_done=1))
+    assert "no time predicted: only 1 steps were done" in capsys.readouterr().err
+    rehearse._show_time(rehearsed())
+    assert "does not know the speed of T4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 /*
- * cuBLAS and cuBLASLt calls that must hand something back. All the others (the
- * multiplications themselves) are generated stubs that return success.
+ * cuBLAS and cuBLASLt calls that must hand something back, and the matrix products
+ * themselves, which the journal notes with their shapes. All the others are generated
+ * stubs that return success.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +11,7 @@
 #include <cublas_v2.h>
 
 #include "card.h"
-
+#include "journal.h"
 
 API cublasStatus_t cublasCreate_v2(cublasHandle_t *h) { *h = calloc(1, 64); return CUBLAS_STATUS_SUCCESS; }
 API cublasStatus_t cublasDestroy_v2(cublasHandle_t h) { free(h); return CUBLAS_STATUS_SUCCESS; }
@@ -35,6 +36,9 @@ API cublasStatus_t cublasSetPointerMode_v2(cublasHandle_t h, cublasPointerMode_t
     return CUBLAS_STATUS_SUCCESS;
 }
 
+/* what the journal wants to know of a matrix */
+typedef struct { cudaDataType type; uint64_t rows, columns; int32_t count; } layout;
+
 static cublasStatus_t opaque(void *out)
 {
     *(void **)out = calloc(1, 1024);
@@ -56,8 +60,15 @@ API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *d, cublasCompu
 API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return drop(d); }
 API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *l, cudaDataType t, uint64_t r, uint64_t c, int64_t ld)
 {
-    (void)t; (void)r; (void)c; (void)ld;
-    return opaque(l);
+    (void)ld;
+    opaque(l);
+    *(layout *)*l = (layout){t, r, c, 1};
+    return CUBLAS_STATUS_SUCCESS;
+}
+API cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t a, const void *v, size_t n)
+{
+    if (a == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT && n >= sizeof(int32_t)) ((layout *)l)->count = *(const int32_t *)v;
+    return CUBLAS_STATUS_SUCCESS;
 }
 API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) { return drop(l); }
 API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *p) { return opaque(p); }
@@ -76,4 +87,55 @@ API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t h, cublasLtMa
         out->wavesCount = 1.0f;
     }
     return CUBLAS_STATUS_SUCCESS;
+}
+
+/* m, n, k, how many, cudaDataType of the inputs, cublasComputeType (-1: as the inputs) */
+static cublasStatus_t product(cudaStream_t s, uint64_t m, uint64_t n, uint64_t k, int count, int type, int compute)
+{
+    journal("gemm", s, "%llu\t%llu\t%llu\t%d\t%d\t%d", (unsigned long long)m, (unsigned long long)n, (unsigned long long)k, count, type, compute);
+    return CUBLAS_STATUS_SUCCESS;
+}
+static cudaStream_t stream_used(cublasHandle_t h) { return ((cudaStream_t *)h)[1]; }
+
+API cublasStatus_t cublasSetStream_v2(cublasHandle_t h, cudaStream_t s)
+{
+    ((cudaStream_t *)h)[1] = s; /* behind the two modes */
+    return CUBLAS_STATUS_SUCCESS;
+}
+API cublasStatus_t cublasLtMatmul(cublasLtHandle_t h, cublasLtMatmulDesc_t op, const void *alpha, const void *A, cublasLtMatrixLayout_t a,
+                                  const void *B, cublasLtMatrixLayout_t b, const void *beta, const void *C, cublasLtMatrixLayout_t c, void *D,
+                                  cublasLtMatrixLayout_t d, const cublasLtMatmulAlgo_t *algo, void *w, size_t ws, cudaStream_t s)
+{
+    const layout *in = (const layout *)a, *result = (const layout *)d;
+    uint64_t m = result->rows ? result->rows : 1;
+    return product(s, result->rows, result->columns, in->rows * in->columns / m, result->count, in->type, -1);
+}
+API cublasStatus_t cublasGemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void *alpha, const void *A,
+                                cudaDataType at, int lda, const void *B, cudaDataType bt, int ldb, const void *beta, void *C, cudaDataType ct,
+                                int ldc, cublasComputeType_t compute, cublasGemmAlgo_t algo)
+{
+    return product(stream_used(h), m, n, k, 1, at, compute);
+}
+API cublasStatus_t cublasSgemmEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const float *alpha, const void *A,
+                                 cudaDataType at, int lda, const void *B, cudaDataType bt, int ldb, const float *beta, void *C, cudaDataType ct, int ldc)
+{
+    return product(stream_used(h), m, n, k, 1, at, -1);
+}
+API cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const void *alpha,
+                                              const void *A, cudaDataType at, int lda, long long sa, const void *B, cudaDataType bt, int ldb,
+                                              long long sb, const void *beta, void *C, cudaDataType ct, int ldc, long long sc, int count,
+                                              cublasComputeType_t compute, cublasGemmAlgo_t algo)
+{
+    return product(stream_used(h), m, n, k, count, at, compute);
+}
+API cublasStatus_t cublasSgemm_v2(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const float *alpha, const float *A,
+                                  int lda, const float *B, int ldb, const float *beta, float *C, int ldc)
+{
+    return product(stream_used(h), m, n, k, 1, CUDA_R_32F, -1);
+}
+API cublasStatus_t cublasSgemmStridedBatched(cublasHandle_t h, cublasOperation_t ta, cublasOperation_t tb, int m, int n, int k, const float *alpha,
+                                             const float *A, int lda, long long sa, const float *B, int ldb, long long sb, const float *beta,
+                                             float *C, int ldc, long long sc, int count)
+{
+    return product(stream_used(h), m, n, k, count, CUDA_R_32F, -1);
 }

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "card.h"
+#include "journal.h"
 #include "memory.h"
 
 /* Every pointer is host memory, so one memcpy serves all directions. Large writes to
@@ -23,26 +24,45 @@ static cudaError_t fill(void *dst, int v, size_t n)
     return cudaSuccess;
 }
 
-API cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k) { (void)k; return copy(d, s, n); }
+/* between which of host and device, as the addresses say: cudaMemcpyDefault leaves it to them */
+static void note_copy(const void *d, const void *s, size_t n, cudaStream_t st)
+{
+    if (journal_on()) journal("copy", st, "%d\t%d\t%zu", address_on_device(s), address_on_device(d), n);
+}
+
+API cudaError_t cudaMemcpy(void *d, const void *s, size_t n, enum cudaMemcpyKind k)
+{
+    (void)k;
+    note_copy(d, s, n, NULL);
+    journal("sync", NULL, "copy");
+    return copy(d, s, n);
+}
 API cudaError_t cudaMemcpyAsync(void *d, const void *s, size_t n, enum cudaMemcpyKind k, cudaStream_t st)
 {
-    (void)k; (void)st;
+    (void)k;
+    note_copy(d, s, n, st);
     return copy(d, s, n);
 }
 API cudaError_t cudaMemcpyPeerAsync(void *d, int dd, const void *s, int sd, size_t n, cudaStream_t st)
 {
-    (void)dd; (void)sd; (void)st;
+    (void)dd; (void)sd;
+    note_copy(d, s, n, st);
     return copy(d, s, n);
 }
 API cudaError_t cudaMemcpy2DAsync(void *d, size_t dp, const void *s, size_t sp, size_t w, size_t h,
                                   enum cudaMemcpyKind k, cudaStream_t st)
 {
-    (void)k; (void)st;
+    (void)k;
+    note_copy(d, s, w * h, st);
     for (size_t i = 0; i < h; i++) copy((char *)d + i * dp, (const char *)s + i * sp, w);
     return cudaSuccess;
 }
-API cudaError_t cudaMemset(void *d, int v, size_t n) { return fill(d, v, n); }
-API cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t st) { (void)st; return fill(d, v, n); }
+API cudaError_t cudaMemsetAsync(void *d, int v, size_t n, cudaStream_t st)
+{
+    journal("fill", st, "%zu", n);
+    return fill(d, v, n);
+}
+API cudaError_t cudaMemset(void *d, int v, size_t n) { return cudaMemsetAsync(d, v, n, NULL); }
 
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *p, int d)
 {

@@ -14,6 +14,7 @@
 
 #include "card.h"
 #include "errors.h"
+#include "journal.h"
 #include "streams.h"
 
 #define MOST_STREAMS 256
@@ -102,12 +103,23 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned f)
 {
     (void)f;
     unsigned long long capture = ((event *)e)->capture;
+    journal("wait", s, "%p", (void *)e);
     if (!capture || stream_of(s)->capture || !under_way(capture)) return cudaSuccess;
     return join(stream_of(s), capture);
 }
 /* as on a card: nobody waits for work that is only being written down */
-API cudaError_t cudaStreamSynchronize(cudaStream_t s) { return stream_of(s)->capture ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess; }
-API cudaError_t cudaDeviceSynchronize(void) { return n_capturing ? fail(cudaErrorStreamCaptureUnsupported) : cudaSuccess; }
+API cudaError_t cudaStreamSynchronize(cudaStream_t s)
+{
+    if (stream_of(s)->capture) return fail(cudaErrorStreamCaptureUnsupported);
+    journal("sync", s, "stream");
+    return cudaSuccess;
+}
+API cudaError_t cudaDeviceSynchronize(void)
+{
+    if (n_capturing) return fail(cudaErrorStreamCaptureUnsupported);
+    journal("sync", NULL, "device");
+    return cudaSuccess;
+}
 
 API cudaError_t cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, unsigned long long f)
 {

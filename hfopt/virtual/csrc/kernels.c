@@ -9,6 +9,7 @@
 #include "card.h"
 #include "device.h"
 #include "errors.h"
+#include "journal.h"
 #include "memory.h"
 
 static int no_kernel_image;
@@ -20,8 +21,13 @@ API void hfopt_virtual_refuse_kernels(void) { no_kernel_image = 1; }
 static int kernels_cc;
 API void hfopt_virtual_kernels_of(int cc) { kernels_cc = cc; }
 
-static cudaError_t launch(void)
+static cudaError_t launch(const void *f, dim3 g, dim3 b, void **a, cudaStream_t s)
 {
+    if (journal_on()) {
+        /* the first argument of PyTorch's elementwise kernels is how many elements there are (CUDALoops.cuh) */
+        unsigned number = journal_kernel(f);
+        journal("kernel", s, "%u\t%u,%u,%u\t%u,%u,%u\t%d", number, g.x, g.y, g.z, b.x, b.y, b.z, number && a && a[0] ? *(int *)a[0] : -1);
+    }
     if (no_kernel_image) return fail(cudaErrorNoKernelImageForDevice);
     board_launched(device_physical(device_current()));
     return cudaSuccess;
@@ -33,7 +39,8 @@ API void __cudaUnregisterFatBinary(void **h) { free(h); }
 API void __cudaRegisterFunction(void **h, const char *host, char *dev, const char *name, int limit,
                                 uint3 *tid, uint3 *bid, dim3 *bd, dim3 *gd, int *ws)
 {
-    (void)h; (void)host; (void)dev; (void)name; (void)limit; (void)tid; (void)bid; (void)bd; (void)gd; (void)ws;
+    journal_register(host, name);
+    (void)h; (void)dev; (void)limit; (void)tid; (void)bid; (void)bd; (void)gd; (void)ws;
 }
 
 static struct symbol { const void *host; size_t size; void *dev; } *symbols;
@@ -85,23 +92,22 @@ API cudaError_t __cudaGetKernel(cudaKernel_t *k, const void *host)
 }
 API cudaError_t __cudaLaunchKernel(cudaKernel_t k, dim3 g, dim3 b, void **a, size_t sm, cudaStream_t s)
 {
-    (void)k; (void)g; (void)b; (void)a; (void)sm; (void)s;
-    return launch();
+    (void)sm;
+    return launch((const void *)k, g, b, a, s);
 }
 API cudaError_t cudaLaunchKernel(const void *f, dim3 g, dim3 b, void **a, size_t sm, cudaStream_t s)
 {
-    (void)f; (void)g; (void)b; (void)a; (void)sm; (void)s;
-    return launch();
+    (void)sm;
+    return launch(f, g, b, a, s);
 }
 API cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 g, dim3 b, void **a, size_t sm, cudaStream_t s)
 {
-    (void)f; (void)g; (void)b; (void)a; (void)sm; (void)s;
-    return launch();
+    (void)sm;
+    return launch(f, g, b, a, s);
 }
 API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **a)
 {
-    (void)c; (void)f; (void)a;
-    return launch();
+    return launch(f, c->gridDim, c->blockDim, a, c->stream);
 }
 
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f)

@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "card.h"
+#include "journal.h"
 #include "streams.h"
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p)
@@ -54,10 +55,16 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned
 {
     (void)f;
     ((event *)e)->capture = stream_of(s)->capture;
+    journal("record", s, "%p", (void *)e);
     clock_gettime(CLOCK_MONOTONIC, &((event *)e)->recorded);
     return cudaSuccess;
 }
 API cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return cudaEventRecordWithFlags(e, s, 0); }
+API cudaError_t cudaEventSynchronize(cudaEvent_t e)
+{
+    journal("sync", NULL, "%p", (void *)e);
+    return cudaSuccess;
+}
 API cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b)
 {
     const struct timespec *from = &((event *)a)->recorded, *to = &((event *)b)->recorded;

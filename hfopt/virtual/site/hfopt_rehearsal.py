@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hfopt_rehearsal_journal import journal  # type: ignore[import-not-found]
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 LOAD, OPTIMIZER, LATER, BETWEEN = "model load", "step 1: optimizer", "later steps", "between phases"
@@ -72,9 +73,11 @@ class RehearsalRecorder:
 
     def enter(self, phase: str, part: str = "") -> None:
         """Closes the current phase with its peaks and opens the next."""
-        self._close()
-        self.phase, self.part = phase, part
-        self.write()
+        journal.phase("between" if phase == BETWEEN else part or phase)
+        with journal.aside():
+            self._close()
+            self.phase, self.part = phase, part
+            self.write()
 
     def _close(self) -> None:
         if not torch.cuda.is_initialized():
@@ -121,6 +124,7 @@ class RehearsalRecorder:
 
     def finish(self) -> None:
         """All that was asked for has run: tell, and leave before the script saves weights that mean nothing."""
+        journal.end()
         self._close()
         self.report["done"] = True
         self.write()
@@ -162,6 +166,7 @@ def _follow_optimizer(recorder: RehearsalRecorder) -> None:
         if recorder.by_trainer or (first and first[0] != id(optimizer)):
             return
         first[:] = [id(optimizer)]
+        journal.phase("optimizer")
         if not recorder.report["steps_done"]:
             recorder.phase = "step 1: forward and backward" if recorder.phase == LOAD else recorder.phase
             recorder.enter(OPTIMIZER)
@@ -172,6 +177,7 @@ def _follow_optimizer(recorder: RehearsalRecorder) -> None:
         recorder.survived()
         recorder.report["steps_done"] += 1
         recorder.enter(LATER)
+        journal.step_done(recorder.report["steps_done"], "script")
         if recorder.report["steps_done"] >= recorder.steps:
             recorder.note("the script has no Trainer: its evaluation and saving were not rehearsed")
             recorder.finish()
@@ -183,6 +189,7 @@ def _follow_optimizer(recorder: RehearsalRecorder) -> None:
 def install() -> RehearsalRecorder:
     recorder = RehearsalRecorder(os.environ["HFOPT_REHEARSAL"], int(os.environ["HFOPT_REHEARSAL_STEPS"]))
     _follow_optimizer(recorder)
+    journal.follow_fetching()
     atexit.register(recorder.at_exit)
     os.register_at_fork(after_in_child=recorder.restart)
     return recorder

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from hfopt_rehearsal import BETWEEN, LATER, OPTIMIZER, RehearsalRecorder, is_oom  # type: ignore[import-not-found]
 from hfopt_rehearsal_files import follow_saving, inside, keep_writes_inside, redirect  # type: ignore[import-not-found]
+from hfopt_rehearsal_journal import journal  # type: ignore[import-not-found]
 
 _MOST_EVAL_BATCHES = 8
 _GROWTH_BYTES = 1 << 20
@@ -89,7 +90,14 @@ def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> A
             recorder.survived()
             recorder.report["steps_done"] = state.global_step
             recorder.enter(BETWEEN)
+            journal.step_done(
+                state.global_step,
+                "between",
+                workers=args.dataloader_num_workers,
+                micro_batches=args.gradient_accumulation_steps,
+            )
             if state.global_step >= min(recorder.steps, state.max_steps):
+                journal.end()
                 control.should_training_stop = True
                 control.should_evaluate = control.should_evaluate or (trainer.eval_dataset is not None and "evaluation" not in did)
                 control.should_save = control.should_save or "saving" not in did
@@ -112,6 +120,24 @@ def _follow_steps(trainer: Any, recorder: RehearsalRecorder) -> None:
         return loss
 
     trainer.compute_loss = followed
+    get_batch_samples = trainer.get_batch_samples
+
+    @functools.wraps(get_batch_samples)
+    def fetched(*args: Any, **kwargs: Any) -> Any:
+        journal.phase("data")
+        batches = get_batch_samples(*args, **kwargs)
+        journal.phase("between")
+        return batches
+
+    trainer.get_batch_samples = fetched
+    clip_grad_norm_ = trainer.accelerator.clip_grad_norm_
+
+    @functools.wraps(clip_grad_norm_)
+    def clipped(*args: Any, **kwargs: Any) -> Any:
+        journal.phase("optimizer")  # as hfopt's traces count it
+        return clip_grad_norm_(*args, **kwargs)
+
+    trainer.accelerator.clip_grad_norm_ = clipped
 
 
 def _follow_evaluation(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> None:
@@ -177,6 +203,9 @@ def install(module: ModuleType, recorder: RehearsalRecorder) -> None:
     def followed(self: Any, *_: Any, **kwargs: Any) -> Any:
         did: set[str] = set()
         recorder.by_trainer = True
+        if journal.wanted and getattr(self.args, "torch_compile", False):
+            journal.wanted = False
+            recorder.note("torch_compile: the time of compiled code is not predicted")
         for sentence in _not_as_on_a_card(self.args):
             recorder.note(sentence)
             sys.stderr.write(f"hfopt rehearse: {sentence}\n")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from hfopt_rehearsal_journal import journal  # type: ignore[import-not-found]
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -208,6 +209,7 @@ class TrueValues(TorchFunctionMode):  # type: ignore[misc]
         except RuntimeError:  # inside a transform such as vmap
             return func(*args, **kwargs)
         if any_cuda and name in _READS:
+            journal.note("sync", "value")
             return func(*map(_on_host if known else _zeros, args), **kwargs)
         if any_cuda and name in ("__getitem__", "__setitem__"):
             args = (args[0], _without_masks(args[1]), *args[2:])

@@ -1,0 +1,196 @@
+"""The step time of a rehearsed script: what it launched, priced by the model that prices traces, and laid out in time.
+
+`launch_cost` gives each launch its cost, `StepTimer` makes seconds of it, `launch_timeline` a step. The host's part: every launch takes
+what the table says of a server's CPU (`efficiency.toml`); whatever else the script does between launches was measured here in CPU
+seconds, and is scaled by what this host needs for a launch in the backward, where C++ launches without Python, against the same table. So
+a server of that table is predicted for, not this host. Known limits: a script whose Python is slow evenly, at every launch, is taken for a
+usual one; what a data worker waits for (a disk, a network) is not seen.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hfopt.schema import Gpu, OpCost, Precision, RehearsedPhase, RehearsedTime, StepTime
+from hfopt.speed.device_speed import HostCost, Speed, speed_of
+from hfopt.speed.launch_timeline import IssuedEvent, Timeline, lay_out
+from hfopt.speed.step_time import StepTimer
+from hfopt.virtual.journal import OUTSIDE, ProcessJournal, RecordedStep, fetch_seconds, read_journal
+from hfopt.virtual.launch_cost import Issue, grouped, issues
+
+PHASES = ("data", "forward", "backward", "optimizer", "between")
+LAUNCHING = ("forward", "backward", "optimizer")
+LONG = 10.0  # times the usual gap between two launches: then the host did something else than launching
+
+
+def rehearsed_time(folder: Path, gpu: Gpu, reports: Sequence[Mapping[str, Any]]) -> RehearsedTime | None:
+    """From the journals of a rehearsal, for the rank that takes longest; None where no step was written down or the card has no speed."""
+    speed = speed_of(gpu)
+    if speed is None:
+        return None
+    by_pid = {str(report["pid"]): report for report in reports}
+    fetched = fetch_seconds(folder)
+    fetch_s = statistics.median(fetched) if fetched else 0.0
+    timed = []
+    for path in sorted(folder.glob("journal-*.tsv")):
+        found = _Pricing(read_journal(path), gpu, speed, fetch_s).time(by_pid.get(path.stem.split("-")[1], {}))
+        if found is not None:
+            timed.append(found)
+    return max(timed, key=lambda one: one.step_s, default=None)
+
+
+# ---------------------------------------------------------------------------------------------- the host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HostWork:
+    """What the host did besides launching, in seconds of the table's host: before each launch of each visit of a phase."""
+
+    scale: float | None = None  # seconds of the table's host for one of this host; None: not measured
+    before_s: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+
+def _host_work(steps: Sequence[RecordedStep], table: HostCost) -> _HostWork:
+    """From the steps without operations; the mean of several."""
+    entries = [entry for step in steps for entry in step.entries[1:] if (entry.launches or entry.ends) and entry.phase not in OUTSIDE]
+    usual = {phase: _usual_s([entry.spent_s for entry in entries if entry.launches and entry.phase == phase]) for phase in LAUNCHING}
+    by_table = {"backward": table.backward_s, "optimizer": table.optimizer_s, "forward": table.forward_s}
+    scale = next((cost / seconds for phase, cost in by_table.items() if (seconds := usual[phase])), None)
+    if scale is None:
+        return _HostWork()
+    before_s: dict[tuple[int, int], float] = {}
+    for entry in entries:
+        if entry.ends or entry.spent_s > LONG * (usual.get(entry.phase) or 0.0):
+            place = (entry.visit, entry.place)
+            before_s[place] = before_s.get(place, 0.0) + entry.spent_s * scale / len(steps)
+    return _HostWork(scale=scale, before_s=before_s)
+
+
+def _usual_s(gaps: Sequence[float]) -> float | None:
+    if not gaps:
+        return None
+    middle = statistics.median(gaps)
+    return statistics.fmean(gap for gap in gaps if gap <= LONG * middle) or None
+
+
+# ---------------------------------------------------------------------------------------------- the card
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Laid:
+    timeline: Timeline
+    by_timer: StepTime
+    launches: int
+    phase_launches: Mapping[str, int]
+    shares: Mapping[str, float]
+
+
+class _Pricing:
+    """One process's journal on one card."""
+
+    def __init__(self, journal: ProcessJournal, gpu: Gpu, speed: Speed, fetch_s: float) -> None:
+        self._journal, self._speed, self._fetch_s = journal, speed, fetch_s
+        self._link_bytes_per_s = {"host": gpu.pcie_bytes_per_s, "ranks": speed.link_bytes_per_s}
+
+    def time(self, report: Mapping[str, Any]) -> RehearsedTime | None:
+        with_operations = [step for step in self._journal.steps if step.with_operations]
+        if not with_operations:
+            return None
+        host = _host_work([step for step in self._journal.steps if not step.with_operations], self._speed.host)
+        laid = [self._step(step, host) for step in with_operations]
+        return _result(laid, host, report)
+
+    def _step(self, step: RecordedStep, host: _HostWork) -> _Laid:
+        found = list(issues(step, self._journal.kernel_names))
+        ops = grouped(found)
+        precision: Precision = "tf32" if step.facts.get("tf32") == "1" else "fp32"
+        timer = StepTimer(ops, self._speed, precision)
+        seconds = {replace(op, count=1.0): each for op, each in zip(ops, timer.each_kernel_s(1), strict=True)}
+        events = list(self._events(found, host, seconds))
+        workers = int(step.facts.get("workers", "0"))
+        batches = int(step.facts.get("micro_batches", "1"))
+        fetch_s = self._fetch_s * (host.scale or 1.0) * batches / workers if workers else 0.0
+        timeline = lay_out(events, sync_s=self._speed.host.sync_s, fetch_s=fetch_s)
+        launched = [event for event in events if event.kind == "launch"]
+        kinds: dict[str, float] = {}
+        for op, each in zip(ops, timer.each_kernel_s(1), strict=True):
+            kind = "optimizer" if op.phase == "optimizer" else op.kind
+            kinds[kind] = kinds.get(kind, 0.0) + op.count * each / timeline.step_s
+        return _Laid(
+            timeline=timeline,
+            by_timer=timer.at(1),
+            launches=len(launched),
+            phase_launches={phase: sum(event.phase == phase for event in launched) for phase in PHASES},
+            shares=kinds,
+        )
+
+    def _events(self, found: Sequence[Issue], host: _HostWork, seconds: Mapping[OpCost, float]) -> Iterator[IssuedEvent]:
+        work_s = input_s = 0.0
+        for issue in found:
+            entry = issue.entry
+            if entry.launches or entry.ends:
+                spent_s = host.before_s.get((entry.visit, entry.place), 0.0)
+                work_s, input_s = work_s + spent_s, input_s + (spent_s if entry.phase == "data" else 0.0)
+            if (entry.kind in ("phase", "step", "op") and issue.cost is None) or entry.phase in OUTSIDE:
+                continue
+            event = replace(self._event(issue, seconds), work_s=work_s, input_s=input_s)
+            work_s = input_s = 0.0
+            yield event
+
+    def _event(self, issue: Issue, seconds: Mapping[OpCost, float]) -> IssuedEvent:
+        entry, cost = issue.entry, self._speed.host
+        phase = entry.phase or "forward"
+        if issue.link is None and issue.cost is None:
+            kind: Any = entry.kind
+            name = entry.fields[0] if entry.fields else ""
+            stream = entry.stream if name != "device" else ""
+            return IssuedEvent(kind=kind, phase=phase, stream=stream, event=name if name.startswith("0x") else "")
+        launch_s = {"backward": cost.backward_s, "optimizer": cost.optimizer_s}.get(phase, cost.forward_s)
+        if issue.cost is not None:
+            device_s = seconds[issue.cost]
+        else:
+            rate = self._link_bytes_per_s[issue.link or "host"]
+            device_s = self._speed.kernel_floor_s + (issue.link_bytes / rate if rate else 0.0)
+        kind = "collective" if issue.link == "ranks" else "launch"
+        return IssuedEvent(kind=kind, phase=phase, launch_s=launch_s, device_s=device_s, stream=entry.stream)
+
+
+def _result(laid: Sequence[_Laid], host: _HostWork, report: Mapping[str, Any]) -> RehearsedTime:
+    """The mean of the steps."""
+
+    def mean(values: Sequence[float]) -> float:
+        return statistics.fmean(values)
+
+    step_s = mean([one.timeline.step_s for one in laid])
+    batch, accumulation = report.get("micro_batch"), report.get("accumulation", 1)
+    first = laid[0].by_timer
+    phases = [
+        RehearsedPhase(
+            phase=phase,
+            wall_s=mean([one.timeline.phase_s.get(phase, 0.0) for one in laid]),
+            busy_s=mean([one.timeline.phase_busy_s.get(phase, 0.0) for one in laid]),
+            launches=round(mean([one.phase_launches[phase] for one in laid])),
+        )
+        for phase in PHASES
+    ]
+    causes = sorted({cause for one in laid for cause in one.timeline.idle_s})
+    kinds = sorted({kind for one in laid for kind in one.shares})
+    shares = {kind: mean([one.shares.get(kind, 0.0) for one in laid]) for kind in kinds}
+    return RehearsedTime(
+        step_s=step_s,
+        busy_s=mean([one.timeline.busy_s for one in laid]),
+        samples_per_s=batch * accumulation * report.get("world_size", 1) / step_s if batch else None,
+        steps=len(laid),
+        launches=round(mean([one.launches for one in laid])),
+        phases=tuple(phase for phase in phases if phase.wall_s or phase.launches),
+        idle_s={cause: mean([one.timeline.idle_s.get(cause, 0.0) for one in laid]) for cause in causes},
+        shares=dict(sorted(shares.items(), key=lambda item: -item[1])),
+        clock_share=first.clock_share,
+        power_w=first.power_w,
+        rate_error=first.rate_error,
+        host_scale=host.scale,
+    )
