@@ -40,7 +40,7 @@ _FORMAT = 1
 _SUFFIX = ".entry"
 _PACKAGES = (
     *("torch", "transformers", "peft", "trl", "accelerate", "tokenizers", "torchvision"),
-    *("bitsandbytes", "deepspeed", "liger_kernel", "flash_attn", "causal_conv1d", "mamba_ssm"),
+    *("bitsandbytes", "deepspeed", "liger_kernel", "flash_attn", "triton", "causal_conv1d", "mamba_ssm"),
 )
 """What a traced step is made of, or chooses its code by the presence of."""
 

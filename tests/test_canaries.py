@@ -109,6 +109,19 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.library.register_kernel",
             "torch.overrides._get_current_function_mode",
         ),
+        "compat/inductor_patches": (
+            "torch._inductor.output_code.CompiledFxGraph",
+            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run",
+            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.precompile",
+            "torch._dynamo.utils.counters",
+            "torch._dynamo.reset",
+        ),
+        "probe/compiled_worker": (
+            "torch.utils._python_dispatch.TorchDispatchMode",
+            "torch.cuda.memory._record_memory_history",
+            "torch.cuda.memory._snapshot",
+            "torch.compiler.set_stance",
+        ),
         "virtual/site/hfopt_virtual_compiler": (
             "torch.compile",
             "torch._dynamo.eval_frame.OptimizeContext",

@@ -26,21 +26,24 @@ if TYPE_CHECKING:
     import numpy as np
 
     from hfopt.memory.timeline import Timeline
+    from hfopt.trace.events import Phase
 
 SHALLOW, DEEP = 4, 8
 LEAST_LAYERS = 20  # below, both depths together would hardly cost less than the model itself
 STEP = 0.005
 
 
-def traced_depths(workload: Workload) -> tuple[Workload, Workload] | None:
+def traced_depths(
+    workload: Workload, depths: tuple[int, int] = (SHALLOW, DEEP), *, least_layers: int = LEAST_LAYERS
+) -> tuple[Workload, Workload] | None:
     """The two shallow models; None where the model is not deep, or not made of equal blocks."""
     layers = workload.layers
-    if layers is None or layers < LEAST_LAYERS or workload.with_layers is None:
+    if layers is None or layers < least_layers or workload.with_layers is None:
         return None
-    shallow, deep = workload.with_layers(SHALLOW), workload.with_layers(DEEP)
+    shallow, deep = (workload.with_layers(depth) for depth in depths)
     if shallow is None or deep is None:
         return None
-    share = share_of(layers)
+    share = share_of(layers, depths)
     for count in ("parameters", "trainable_parameters"):
         low, high = getattr(shallow, count), getattr(deep, count)
         if round(low + (high - low) * share) != getattr(workload, count):
@@ -48,9 +51,10 @@ def traced_depths(workload: Workload) -> tuple[Workload, Workload] | None:
     return shallow, deep
 
 
-def share_of(layers: int) -> float:
+def share_of(layers: int, depths: tuple[int, int] = (SHALLOW, DEEP)) -> float:
     """How many times the difference between the two depths is to be added to the shallower."""
-    return (layers - SHALLOW) / (DEEP - SHALLOW)
+    shallow, deep = depths
+    return (layers - shallow) / (deep - shallow)
 
 
 @dataclass(slots=True)
@@ -128,6 +132,13 @@ def _live(timeline: Timeline, batch: int) -> tuple[np.ndarray[Any, Any], list[in
     taking = np.maximum.accumulate(np.where(timeline.is_free, 0, np.arange(len(timeline))))  # a free belongs to what ran last
     named = phases[taking]
     return constants + slopes * batch, [0, *(np.flatnonzero(named[1:] != named[:-1]) + 1).tolist(), len(named)]
+
+
+def live_by_phase(timeline: Timeline, batch: int) -> list[tuple[Phase, np.ndarray[Any, Any]]]:
+    """The same cut into its phases, without what is there before the first: one stretch of the curve after the other."""
+    live, starts = _live(timeline, batch)
+    named = [(timeline.places[timeline.place_of[begin]].phase, live[begin:end]) for begin, end in pairwise(starts)]
+    return [(phase, stretch) for phase, stretch in named if phase != "load"]
 
 
 def _carried_peak(below: tuple[Any, list[int]], above: tuple[Any, list[int]], share: float) -> int:

@@ -28,7 +28,7 @@ from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.per_sample import per_sample_timeline
 from hfopt.memory.timeline import COARSE_BATCH, COARSE_NOTE, Timeline, alone, coarse_timeline, combine
-from hfopt.schema import LengthSpread, OpCost, StepSettings, Workload
+from hfopt.schema import CompiledStep, LengthSpread, OpCost, StepSettings, Workload
 from hfopt.trace.kernel_sizes import resident_threads
 from hfopt.units import MIB
 
@@ -65,6 +65,7 @@ class Estimate:
     ops: tuple[OpCost, ...]
     seconds: float
     notes: tuple[str, ...] = ()
+    compiled: CompiledStep | None = None  # None: the eager step
 
 
 def estimate(workload: Workload, settings: StepSettings) -> Estimate:
@@ -91,8 +92,7 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
 
     began = time.perf_counter()
     notes = list(workload.notes)
-    if settings.torch_compile:
-        notes.append("torch.compile is not traced: the figures are those of the eager step")
+    assert not settings.torch_compile, "fake tensors show the eager step"
     script = trainer_script(settings, workload.compute_loss)
     context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
     options = parse_alloc_conf(settings.allocator)

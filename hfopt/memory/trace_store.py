@@ -20,11 +20,12 @@ from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve, WritingB
 from hfopt.memory.layer_extrapolation import DepthCurve
 from hfopt.memory.lengths import Growth, VaryingLengths
 from hfopt.memory.per_sample import PerSampleTimeline, SampleMatch
+from hfopt.memory.phase_curve import PhaseCurve
 from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors, counted
 from hfopt.memory.step_memory import Estimate, context_bytes, estimate
 from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
 from hfopt.model.stored_workload import whole
-from hfopt.schema import GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
+from hfopt.schema import CompiledStep, GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
 from hfopt.store import Store, default_store
 from hfopt.trace.events import Trace, Where
 from hfopt.trace.kernel_sizes import Formula, Kernels, answers_alike, answers_noted, of_card
@@ -33,7 +34,7 @@ from hfopt.typed_json import NotPlainError, from_json, to_json
 _CLASSES = (
     *(Estimate, MemoryCurve, DepthCurve, VaryingLengths, Growth, Timeline, PerSampleTimeline, SampleMatch, AffineFormula, LengthSpread),
     *(Trace, Where, Formula, OpCost, AllocatorOptions, EvaluationCurve, AffineBytes, WritingBytes, GenerationSettings),
-    *(RoughStep, ParameterCount, TrainedTensors, BatchInputs),
+    *(RoughStep, ParameterCount, TrainedTensors, BatchInputs, CompiledStep, PhaseCurve),
 )
 _nothing: Callable[[], None] = lambda: None  # noqa: E731
 _before: ContextVar[Callable[[], None]] = ContextVar("before", default=_nothing)
@@ -134,6 +135,14 @@ def kept_names(what: str, workload: Workload, find: Callable[[Workload], tuple[s
 def kept_rough_step(workload: Workload, batch: int, settings: StepSettings, trace: Callable[[], RoughStep]) -> RoughStep:
     parts = {"what": "rough step", "batch": batch, "settings": to_json(_any_card(settings))}
     found: RoughStep = _kept(workload, parts, RoughStep, trace, _condition(settings, (), exact=True))
+    return found
+
+
+def kept_compiled(workload: Workload, settings: StepSettings, make: Callable[[Workload], Estimate]) -> Estimate:
+    """A compiled step, for its own card only: the compiler looks at it."""
+    parts = {"what": "compiled step", "settings": to_json(settings)}
+    condition = _condition(settings, (), exact=True)
+    found: Estimate = _kept(workload, parts, Estimate, lambda: make(whole(workload)), condition)
     return found
 
 

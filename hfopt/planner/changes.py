@@ -49,6 +49,7 @@ class Outcome:
     device: str
     further: tuple[tuple[str, int, str], ...] = ()  # keys of generation and evaluation, each with its value and reason
     learning_rate: tuple[float, str] | None = None
+    compiling: str | None = None  # why it is compiled, where the config is not
 
 
 def changes(setting: Setting, outcome: Outcome) -> tuple[Change, ...]:
@@ -130,8 +131,8 @@ def _others(outcome: Outcome) -> Iterator[Wanted]:
     chosen: Candidate = outcome.after.candidate
     if chosen.optim is not None:
         yield "optim", chosen.optim, "the same update in fewer kernels, allowed by --allow optim"
-    if chosen.torch_compile:
-        yield "torch_compile", True, "fuses the memory-bound kernels, allowed by --allow torch_compile"
+    if chosen.torch_compile and outcome.compiling is not None:
+        yield "torch_compile", True, outcome.compiling
     if chosen.use_liger_kernel:
         yield "use_liger_kernel", True, LIGER_REASON
     if chosen.attn_implementation is not None:

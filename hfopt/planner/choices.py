@@ -23,6 +23,7 @@ from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import installed
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
+from hfopt.planner.compiled import COMPILE, why_not_compiled
 from hfopt.planner.grpo import batch_rule
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
@@ -73,6 +74,13 @@ def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
     if missing and not subject.hardware.hypothetical:
         return Offer(values=(False,), note=f"{missing}: pip install liger-kernel, and it can be planned with")
     return Offer(values=(False, True), note=missing)
+
+
+def compile_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None) -> Offer:
+    if COMPILE not in allowed or COMPILE in subject.job.fixed or subject.job.settings.torch_compile:
+        return Offer(values=(False,))
+    reason = why_not_compiled(subject, gpu)
+    return Offer(values=(False, True)) if reason is None else Offer(values=(False,), note=f"{COMPILE} was not tried: {reason}")
 
 
 def why_no_liger(subject: Subject) -> str | None:
@@ -159,7 +167,6 @@ def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: 
     trades = "accumulation" in request.allow or effective != job.effective_batch
     rule = batch_rule(job)
     pinned = not trades and (workload.batch_dependent_loss is not None or rule.keeps_pair)
-    compiled = (current.torch_compile,) if "torch_compile" not in request.allow or current.torch_compile else (False, True)
     fused = "optim" in request.allow and "optim" not in kept and job.settings.optim == "adamw_torch"
     return Space(
         effective_batch=effective,
@@ -172,7 +179,7 @@ def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: 
         batch_divides=rule.divides,
         optims=(None, FUSED) if fused else (None,),
         attention=attention_choices(subject, request.allow, device.gpu).values,
-        compiled=compiled,
+        compiled=compile_choices(subject, request.allow, device.gpu).values if not current.torch_compile else (True,),
         liger=liger_choices(subject, request.allow).values if not current.use_liger_kernel else (True,),
     )
 

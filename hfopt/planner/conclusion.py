@@ -17,7 +17,8 @@ from hfopt.hardware.installed_software import missing_kernels
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
 from hfopt.planner.chart_points import charts
-from hfopt.planner.choices import attention_choices, defaults, liger_choices, liger_note, tool_checkpoints
+from hfopt.planner.choices import attention_choices, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
+from hfopt.planner.compiled import compile_note, compile_reason
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
 from hfopt.planner.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
@@ -212,9 +213,18 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         device=course.device.name,
         further=(*steps_change(job, winner.per_device_batch), *evaluation),
         learning_rate=_learning_rate(course),
+        compiling=_compiling(course),
     )
     kept = job.fixed | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
     return changes(Setting(args={**_attention(course), **job.raw}, defaults=defaults(), kept=kept), outcome)
+
+
+def _compiling(course: PlanningOutcome) -> str | None:
+    """Why the winner is compiled, where the config is not."""
+    (winner, time), pricing = course.result.winner, course.pricing
+    if not winner.torch_compile or course.current.torch_compile:
+        return None
+    return compile_reason(pricing.compiled(winner), pricing.time(replace(winner, torch_compile=False)), time, pricing.run_steps)
 
 
 def _as_written(subject: Subject, made: tuple[Change, ...]) -> dict[str, Change]:
@@ -284,13 +294,15 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
     yield from unseen(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
+    yield from compile_note(subject, course.device.gpu)
     yield from batch_rule(subject.job).notes
     yield from _shapes(course)
     yield from subject.workload.notes
     yield from _generation(course)
     yield from course.evaluation.notes if course.evaluation is not None else ()
     yield from course.pricing.estimate(course.result.winner[0]).notes
-    for offer in (attention_choices(subject, request.allow, course.device.gpu), liger_choices(subject, request.allow)):
+    gpu, allowed = course.device.gpu, request.allow
+    for offer in (attention_choices(subject, allowed, gpu), liger_choices(subject, allowed), compile_choices(subject, allowed, gpu)):
         if offer.note is not None:
             yield offer.note
 
@@ -298,7 +310,10 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
 def _shapes(course: PlanningOutcome) -> Iterator[str]:
     compiled = course.result.winner[0].torch_compile or course.subject.job.settings.torch_compile
     if compiled and course.subject.workload.lengths is not None:
-        yield "torch_compile compiles anew for every length: pad all samples to one (or to a multiple of 64), and drop the last batch"
+        yield (
+            "torch_compile compiles a second time when a batch of another length comes, then for lengths of any size, whose kernels are "
+            "slower than the figures say: pad all samples to one length, and drop the last batch"
+        )
 
 
 def _generation(course: PlanningOutcome) -> Iterator[str]:

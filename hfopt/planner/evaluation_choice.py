@@ -216,6 +216,7 @@ class FirstEvaluation:
         return self._peaks[key]
 
     def _priced(self, candidate: Candidate, batch: int, accumulation_steps: int | None) -> EvaluationPeak | None:
+        candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, behind an eager training
         curve, training = self._curve(candidate), self.pricing.estimate(candidate).curve
         if curve is None:
             return None

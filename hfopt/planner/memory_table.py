@@ -12,6 +12,7 @@ from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
 from hfopt.hardware.installed_software import missing_kernels
 from hfopt.planner.choices import current_candidate, liger_note
+from hfopt.planner.compiled import compile_note
 from hfopt.planner.engines import named_engine, subject_on
 from hfopt.planner.evaluation_choice import (
     NOT_ESTIMATED,
@@ -100,7 +101,7 @@ def memory_table(
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.raw, job.trainer), *liger_note(subject))
+    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *compile_note(subject, gpu))
     kernels = missing_kernels(gpu, torch_build())
     notes = [
         *(() if kernels is None else (str(kernels),)),
@@ -157,6 +158,7 @@ def _evaluation(
 ) -> EvaluationPeak | None:
     """The first one, behind the config's own training; a note says why there is none."""
     notes += reading.notes
+    candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, behind an eager training
     training = pricing.estimate(candidate).curve
     allowed = None if room is None else room - training.context_bytes
     behind = Behind(training=training, batch=subject.job.per_device_batch, room_bytes=allowed)

@@ -16,8 +16,10 @@ from hfopt.memory.rough_estimate import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
+from hfopt.planner.compiled import Compiler, over_the_run
 from hfopt.planner.trace_ahead import Ahead, Estimator
-from hfopt.schema import Candidate, Checkpointing, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
+from hfopt.probe.compiled_step import CAPTURED, STEPS
+from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
 from hfopt.speed.step_time import RankTraffic, StepTimer
 
@@ -42,6 +44,8 @@ class Pricing:
     most_traces: int | None = None  # that a search can ask for
     estimator: Estimator
     with_attention: Callable[[str], Workload] | None = None  # the same model with another attention implementation
+    compiler: Compiler | None = None  # None: compiled steps cannot be looked at, they have the eager one's memory
+    run_steps: float | None = None  # over which compiling is spread; None: not known
     progress: Callable[[str], None] = lambda text: None
     _workloads: dict[str, Workload] = field(default_factory=dict, init=False)
     _estimates: dict[StepSettings, Estimate] = field(default_factory=dict, init=False)
@@ -59,6 +63,9 @@ class Pricing:
     def bound_s(self, candidate: Candidate) -> float:
         if self._traced(candidate):
             return self.time(candidate).step_s
+        if self._compiles(candidate):
+            eager = replace(candidate, torch_compile=False)
+            return self._timer(eager).uncompiled_s(candidate.per_device_batch, candidate.accumulation) if self._traced(eager) else 0.0
         plain = replace(candidate, checkpointing=Checkpointing())
         if not candidate.checkpointing.on or not self._traced(plain):
             return 0.0
@@ -68,8 +75,17 @@ class Pricing:
 
     def time(self, candidate: Candidate) -> StepTime:
         if candidate not in self._times:
-            self._times[candidate] = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
+            found = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
+            self._times[candidate] = over_the_run(found, self.compiled(candidate), self.run_steps)
         return self._times[candidate]
+
+    def compiled(self, candidate: Candidate) -> CompiledStep | None:
+        """What compiling its step takes; None where it is not compiled, or not looked at."""
+        settings = self._any_accumulation(candidate) if self._compiles(candidate) else None
+        return None if settings is None else self._estimate(settings).compiled
+
+    def _compiles(self, candidate: Candidate) -> bool:
+        return candidate.torch_compile and self.compiler is not None
 
     def known(self, candidate: Candidate) -> bool:
         return self._traced(candidate)
@@ -282,6 +298,8 @@ class Pricing:
             optim=candidate.optim or self.base.optim,
             attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
             fused_loss=candidate.use_liger_kernel,
+            torch_compile=self._compiles(candidate),
+            compile_mode=self.base.compile_mode if self._compiles(candidate) and self.base.compile_mode in STEPS else "default",
         )
 
     # ------------------------------------------------------------------------------------------ traces
@@ -289,10 +307,15 @@ class Pricing:
     def expect(self, candidates: Sequence[Candidate]) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start([self.traced_as(self.settings(candidate)) for candidate in candidates])
+            self.estimator.start([self.traced_as(_eager(self.settings(candidate))) for candidate in candidates])
 
     def _estimate(self, settings: StepSettings) -> Estimate:
-        if settings not in self._estimates:
+        if settings not in self._estimates and settings.torch_compile:
+            eager = self._estimate(_eager(settings))
+            assert self.compiler is not None, "settings that compile come from a pricing that can"
+            self.progress(f"compiling {self.workload.name} on the virtual GPU: {_words(settings)}")
+            self._estimates[settings] = self.compiler(self.traced_as(settings)[0], settings, eager)
+        elif settings not in self._estimates:
             number = "" if self.most_traces is None else f", trace {len(self._estimates) + 1} of at most {self.most_traces}"
             self.progress(f"tracing {self.workload.name}: {_words(settings)}{number}")
             self._estimates[settings] = self.estimator(*self.traced_as(settings))
@@ -332,7 +355,8 @@ class Pricing:
                 candidate.precision,
                 ranks=self.ranks,
                 tokens_per_sample=self.workload.tokens_per_sample,
-                compiled=candidate.torch_compile,
+                compiled=candidate.torch_compile and self.compiler is None,
+                captured=settings.compile_mode == CAPTURED,
             )
         return self._timers[key]
 
@@ -357,6 +381,10 @@ class Pricing:
     def _gradient_bytes(self, settings: StepSettings) -> int:
         breakdown = self._estimates[settings].curve.peak(1).breakdown
         return 0 if breakdown is None else max(breakdown.gradients_bytes, self._gradient_share_bytes)
+
+
+def _eager(settings: StepSettings) -> StepSettings:
+    return replace(settings, torch_compile=False, compile_mode="default")
 
 
 def _words(settings: StepSettings) -> str:

@@ -19,6 +19,7 @@ from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
 from hfopt.memory.trace_store import TraceStore
 from hfopt.model.stored_workload import facts_of
+from hfopt.planner.compiled import compiler_of, run_steps
 from hfopt.planner.device_figures import device_figures, named_host
 from hfopt.planner.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.planner.pricing import Pricing
@@ -134,6 +135,8 @@ class TargetDevice:
             ranks=self.ranks,
             offset_bytes=self.offset_bytes,
             estimator=estimator or TraceStore(default_store()),
+            compiler=compiler_of(subject, self.gpu),
+            run_steps=run_steps(subject),
             with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
             progress=progress,
         )
@@ -163,6 +166,7 @@ def memory_pricing(subject: Subject, request: Request, progress: Progress) -> Pr
         speed=None,
         budget_bytes=budget_bytes(free, request.headroom),
         ranks=world.ranks,
+        compiler=compiler_of(subject, gpu),
         estimator=TraceStore(default_store()),
         progress=progress,
     )

@@ -103,6 +103,7 @@ def training_arguments(
         "gradient_accumulation_steps": candidate.accumulation,
         "gradient_checkpointing": candidate.checkpointing.on,
         "torch_compile": candidate.torch_compile,
+        **_compiler(job, candidate),
         "use_liger_kernel": candidate.use_liger_kernel,
         "use_cpu": device == "cpu",
     }
@@ -120,6 +121,11 @@ def _precision(candidate: Candidate, device: Device) -> dict[str, Any]:
     if device == "cpu":
         tf32 = None  # TrainingArguments refuses to hear of it without a card
     return {"bf16": candidate.precision == "bf16", "fp16": candidate.precision == "fp16", "tf32": tf32 or None}
+
+
+def _compiler(job: TrainJob, candidate: Candidate) -> dict[str, Any]:
+    """A backend or a mode would switch it on by itself."""
+    return {key: job.raw.get(key) for key in ("torch_compile_backend", "torch_compile_mode")} if candidate.torch_compile else {}
 
 
 def _checkpointing(job: TrainJob, candidate: Candidate) -> dict[str, Any]:
@@ -154,7 +160,7 @@ class Prepared:
         self._device: Device = device
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(child_process.scratch_folder())
-            env = _environment(device, gpu, context_bytes, self._folder)
+            env = child_environment(device, gpu, context_bytes, self._folder)
             self._order = stack.enter_context(_order(job, device, extent or Extent(), self._folder))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
@@ -197,7 +203,7 @@ def dry_run(
         return prepared.run(candidate, timeout_s=timeout_s)
 
 
-def _environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Path) -> dict[str, str]:
+def child_environment(device: Device, gpu: Gpu | None, context_bytes: int, folder: Path) -> dict[str, str]:
     env = dict(os.environ)
     if device == "virtual":
         if gpu is None:

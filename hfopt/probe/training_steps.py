@@ -148,7 +148,7 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
         return index
 
 
-def _trainer(
+def make_trainer(
     workload: Workload, model: Any, order: Order, told: tuple[Candidate, EvaluationPeak | None], output: Path, clock: MeasuredSteps
 ) -> Any:
     candidate, evaluation = told
@@ -215,7 +215,7 @@ def _trainer(
     return trainer
 
 
-def _build(workload: Workload, device: Device) -> Any:
+def build_on(workload: Workload, device: Device) -> Any:
     """On a card, parameters appear one by one as `.to("cuda")` would put them: no host memory, no slow initialisation on the host."""
     if device == "cpu":
         return workload.build_model()
@@ -256,15 +256,15 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | N
     facts: dict[str, Any] = {"outcome": "ok"}
     phase = "loading the model"
     try:
-        model = _build(workload, order.device)
+        model = build_on(workload, order.device)
         candidate, evaluation = told()
         if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
             del model
             meter.empty()
             spec = dataclasses.replace(order.job.model, attn_implementation=candidate.attn_implementation)
             workload = from_job(dataclasses.replace(order.job, model=spec))
-            model = _build(workload, order.device)
-        trainer = _trainer(workload, model, order, (candidate, evaluation), output, clock)
+            model = build_on(workload, order.device)
+        trainer = make_trainer(workload, model, order, (candidate, evaluation), output, clock)
         phase = "the training steps"
         trainer.train()
         trainer.held = None

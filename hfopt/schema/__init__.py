@@ -63,6 +63,7 @@ from hfopt.schema.run_records import (
 from hfopt.schema.step_cost import (
     Breakdown,
     Checkpointing,
+    CompiledStep,
     EngineName,
     LoaderPlan,
     MemoryPeak,
@@ -105,6 +106,7 @@ __all__ = [
     "Change",
     "Checkpointing",
     "Chosen",
+    "CompiledStep",
     "ConfigFacts",
     "Correction",
     "DataSpec",

@@ -78,11 +78,25 @@ class StepSettings:
     label_smoothing: float = 0.0
     attn_implementation: str | None = None
     torch_compile: bool = False
+    compile_mode: str = "default"
     fused_loss: bool = False  # liger's: head and loss in slices, no logits
     capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device
     allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF; None: PyTorch's defaults
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledStep:
+    """What compiling a step takes, and what came out of it."""
+
+    compile_s: float  # of one core here: Dynamo, AOTAutograd and Inductor, without Triton's work on the kernels
+    graphs: int  # that a run compiles until its shapes repeat
+    graph_breaks: int
+    kernels: int  # that Inductor wrote, each counted once
+    launches: float  # of one forward and backward, torch's own kernels included
+    eager_launches: float  # the same before
+    mode: str = "default"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,8 @@ class TrainerSettings:
     max_grad_norm: float
     label_smoothing: float
     torch_compile: bool
+    compile_mode: str  # "default", "reduce-overhead", …
+    compile_backend: str
     liger: bool
     loss_type: str | None  # TRL's
     learning_rate: float

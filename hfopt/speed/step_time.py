@@ -76,7 +76,9 @@ class StepTimer:
         ranks: RankTraffic | None = None,
         tokens_per_sample: int | None = None,
         compiled: bool = False,
+        captured: bool = False,
     ) -> None:
+        """compiled: the ops are the eager step's, which a rule makes compiled ones. captured: one graph for each phase is launched."""
         self._ops, self._speed, self._ranks = tuple(ops), speed, ranks or RankTraffic()
         self._tokens = tokens_per_sample
         self._count = np.array([op.count * (_compiled_share(op, COMPILED_LAUNCHES) if compiled else 1) for op in ops])
@@ -91,6 +93,8 @@ class StepTimer:
         self._phase = {phase: np.array([op.phase == phase for op in ops], dtype=bool) for phase in PHASES}
         self._sync = np.array([op.name.split(".")[0].split("::")[-1] == "_local_scalar_dense" for op in ops], dtype=bool)
         self._launches = {phase: float((self._count * ~self._sync)[mask].sum()) for phase, mask in self._phase.items()}
+        if captured:
+            self._launches |= {phase: min(1.0, self._launches[phase]) for phase in ("forward", "backward")}
         self._syncs = float(self._count[self._sync].sum()) + 1
         self._arithmetic = np.array([op.kind in ("matmul", "attention", "conv") for op in ops], dtype=bool)
         self._width = np.array([_width_weight(op, speed, precision) for op in ops])
@@ -127,6 +131,13 @@ class StepTimer:
         """Device seconds of one forward: what checkpointing repeats, at most."""
         work = self._work(batch)
         return float(work.seconds(self._sustained(work, 1)[0])[self._phase["forward"]].sum())
+
+    def uncompiled_s(self, batch: int, accumulation: int) -> float:
+        """Device seconds of what no compiler makes quicker: products, attention, convolutions, and the update."""
+        work = self._work(batch)
+        kernel_s = work.seconds(self._sustained(work, accumulation)[0])
+        update = self._phase["optimizer"]
+        return accumulation * float(kernel_s[self._arithmetic & ~update].sum()) + float(kernel_s[update].sum())
 
     def _work(self, batch: int) -> _Work:
         """What each group of kernels asks of the device at this batch."""

@@ -29,10 +29,12 @@ def test_what_is_not_set_has_the_trainers_default() -> None:
 
 
 def test_what_is_set_counts() -> None:
-    read = trainer_settings({"optim": "sgd", "max_grad_norm": 0.0, "label_smoothing_factor": 0.1, "torch_compile": True})
+    read = trainer_settings({"optim": "sgd", "max_grad_norm": 0.0, "label_smoothing_factor": 0.1, "torch_compile_mode": "reduce-overhead"})
     settings = step_settings(read, accumulation=4)
     assert (settings.optim, settings.max_grad_norm, settings.label_smoothing) == ("sgd", 0.0, 0.1)
-    assert settings.accumulation == 4 and settings.torch_compile
+    assert settings.accumulation == 4
+    assert read.torch_compile, "a mode switches it on"
+    assert settings.compile_mode == "reduce-overhead" and not settings.torch_compile, "a candidate says whether it compiles"
 
 
 def test_checkpointing_is_off_unless_asked() -> None:

@@ -38,7 +38,7 @@ def test_no_reason_is_missing() -> None:
         ("SFT", {"activation_offloading": True}, ["activation_offloading: true"]),
         ("SFT", {"activation_offloading": False, "bf16": True, "logging_steps": 1}, []),
         ("Trainer", {"auto_find_batch_size": True, "learning_rate": 1e-4}, ["auto_find_batch_size: true"]),
-        ("Trainer", {"torch_compile_mode": "max-autotune"}, ["torch_compile_mode: max-autotune"]),
+        ("Trainer", {"torch_compile": True, "torch_compile_mode": "reduce-overhead"}, []),
         ("Trainer", {"skip_memory_metrics": True, "debug": "", "parallelism_config": {}}, []),  # as they are by default
         ("Trainer", {"skip_memory_metrics": False}, ["skip_memory_metrics: false"]),
         ("Seq2SeqTrainer", {"predict_with_generate": True, "generation_config": "a/b"}, ["generation_config: a/b"]),

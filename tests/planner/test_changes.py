@@ -157,6 +157,7 @@ def test_what_only_the_user_may_allow_is_written_with_that_reason() -> None:
         budget_bytes=1,
         device="card",
         learning_rate=(2e-5, "scaled"),
+        compiling="allowed by --allow torch_compile",
         further=(("per_device_eval_batch_size", 64, "no activations"),),
     )
     found = changes(Setting(args={}, defaults=DEFAULTS, kept=frozenset()), outcome)

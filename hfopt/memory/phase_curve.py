@@ -1,0 +1,127 @@
+"""Memory of a compiled step over batch and depth: a line for each half of each phase.
+
+A compiler writes other code for other shapes: from one batch size to the next, and from one depth to the next, events come, go and change
+places, so they cannot be matched one by one as those of eager traces are. What is like is the course of a step: memory rises through the
+forward, falls or rises through the backward, and is lowest in the middle of neither. So each phase is cut into a first and a second half
+(of the shallower model's events, counted from its start and from its end), and the highest moment of each half is carried on: along the
+depth for each batch size, then along the batch. The peak is the highest of these lines.
+
+What the allocator does not split off a block and what it keeps beyond is taken from the compiled runs: the largest share, and the most
+bytes, which grow with the batch beyond the largest one that was compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from hfopt.errors import TraceError
+from hfopt.memory.allocator import AllocatorOptions
+from hfopt.memory.curve import MemoryCurve, Replay
+from hfopt.memory.layer_extrapolation import live_by_phase
+from hfopt.memory.timeline import Timeline, alone
+from hfopt.trace.events import Category, Phase, Where
+
+if TYPE_CHECKING:
+    from hfopt.trace.events import Trace
+
+Half = tuple[Phase, int]  # 0: the first half of its events, 1: the second
+_HALVES: tuple[Half, ...] = tuple((phase, half) for phase in ("forward", "backward", "optimizer") for half in (0, 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledRun:
+    """One compiled run: its trace, and what PyTorch's allocator counted in its last step."""
+
+    trace: Trace
+    allocated_bytes: int
+    reserved_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        return int(max(live.max() for _, live in live_by_phase(alone(self.trace), self.trace.batch)))
+
+
+@dataclass(slots=True)
+class PhaseCurve(MemoryCurve):
+    """`timeline` takes weights and states, then for each half of a phase what lives beside them at its highest."""
+
+    unsplit_share: float = field(default=0.0, kw_only=True)
+    spare_bytes: int = field(default=0, kw_only=True)
+    compiled_batch: int = field(default=1, kw_only=True)  # the largest
+
+    def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
+        if batch < 1:
+            raise TraceError(f"a batch size of {batch} cannot be estimated", hint="the smallest batch size is 1")
+        sizes = self.timeline.sizes(batch)
+        states = sum(sizes[:2])
+        event = max(range(2, len(sizes), 2), key=lambda index: sizes[index])
+        allocated = round((states + sizes[event]) * (1 + self.unsplit_share))
+        reserved = allocated + round(self.spare_bytes * max(1.0, batch / self.compiled_batch))
+        return Replay(allocated, reserved, event, fits=capacity_bytes is None or reserved <= capacity_bytes)
+
+
+def phase_curve(runs: Sequence[Sequence[CompiledRun]], share: float, context_bytes: int) -> PhaseCurve:
+    """`runs` by depth and then by batch, two of each (one depth: the model's own); `share` of the difference of the depths is added."""
+    shallow, deep = runs[0], runs[-1]
+    points = [_carried(low.trace, high.trace, share) for low, high in zip(shallow, deep, strict=True)]
+    first, second = (run.trace.batch for run in deep)
+    held = [_on(_held(shallow[0].trace, kind), _held(deep[0].trace, kind), share) for kind in ("weights", "optimizer")]
+    every = [run for depth in runs for run in depth]
+    return PhaseCurve(
+        _timeline(held, points, (first, second)),
+        context_bytes,
+        unsplit_share=max(0.0, *(run.allocated_bytes / run.live_bytes - 1 for run in every)),
+        spare_bytes=max(run.reserved_bytes - run.allocated_bytes for run in every),
+        compiled_batch=second,
+    )
+
+
+def _on(low: float, high: float, share: float) -> float:
+    return low + (high - low) * share
+
+
+def _held(trace: Trace, kind: Category) -> int:
+    """Bytes of a kind that live when the steps begin."""
+    return sum(size for block, size, _ in trace.events[: trace.marks["step_0"]] if trace.categories.get(block) == kind)
+
+
+def _carried(shallow: Trace, deep: Trace, share: float) -> dict[Half, float]:
+    found: dict[Half, float] = {}
+    stretches = zip(live_by_phase(alone(shallow), shallow.batch), live_by_phase(alone(deep), deep.batch), strict=True)
+    for (phase, low), (_, high) in stretches:
+        half = max(1, min(len(low), len(high)) // 2)
+        for number, (one, two) in enumerate(((low[:half], high[:half]), (low[-half:], high[-half:]))):
+            carried = _on(float(one.max()), float(two.max()), share)
+            found[phase, number] = max(found.get((phase, number), 0.0), carried)
+    return found
+
+
+def _timeline(held: Sequence[float], points: Sequence[Mapping[Half, float]], batches: tuple[int, int]) -> Timeline:
+    import numpy as np
+
+    places = [Where("load", "", ""), *(Where(phase, "", "") for phase, _ in _HALVES)]
+    constants, slopes, blocks, place_of, freed = list(held), [0.0, 0.0], [0, 1], [0, 0], [False, False]
+    for number, half in enumerate(_HALVES, start=1):
+        one, two = (max(0.0, point.get(half, 0.0) - sum(held)) for point in points)
+        slope = (two - one) / (batches[1] - batches[0])
+        for is_free in (False, True):
+            constants.append(one - slope * batches[0])
+            slopes.append(slope)
+            blocks.append(number + 1)
+            place_of.append(number)
+            freed.append(is_free)
+    kinds: dict[int, Category] = {0: "weights", 1: "optimizer"}
+    for number, (phase, _) in enumerate(_HALVES, start=2):
+        kinds[number] = "gradients" if phase == "optimizer" else "activations"
+    return Timeline(
+        blocks=np.array(blocks),
+        is_free=np.array(freed),
+        constants=np.array(constants),
+        slopes=np.array(slopes),
+        places=places,
+        place_of=np.array(place_of),
+        categories=kinds,
+        marks={},
+    )

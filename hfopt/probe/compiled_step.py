@@ -1,0 +1,208 @@
+"""Memory and kernels of a step under `torch_compile`, from compiling it: on the virtual GPU, in children, with fewer layers.
+
+The Trainer's own steps are compiled with 2 and with 3 layers (the whole model where it cannot be built so), each at two batch sizes, for
+the card that is planned for. The shapes are compiled as the Trainer compiles them, without dynamic dimensions; what the allocator noted is
+carried on to the model's depth and along the batch (`memory.phase_curve`). Inductor says how many bytes each of its kernels moves, the
+products between them are priced like eager ones, and the update is not compiled at all.
+
+Known limits: what Triton's autotuner takes in the first step is not in it; a batch so large that Inductor splits other reductions than
+at the compiled sizes is not on the line; the seconds of a compile are those of a core of this machine, without
+Triton's work on the kernels, which a run does beside it on all cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hfopt.compat.inductor_patches import ENVIRONMENT
+from hfopt.errors import DryRunError, VirtualGpuError
+from hfopt.memory.layer_extrapolation import deeper_ops, share_of, traced_depths
+from hfopt.memory.phase_curve import CompiledRun, phase_curve
+from hfopt.memory.step_memory import Estimate, context_bytes
+from hfopt.probe.dry_run import child_environment
+from hfopt.process import child_process
+from hfopt.redact import said
+from hfopt.schema import Candidate, CompiledStep, Gpu, OpCost, StepSettings, TrainJob, Workload
+from hfopt.trace.allocator_history import Moment, trace_of
+from hfopt.trace.events import Trace
+from hfopt.units import GIB, format_seconds
+from hfopt.virtual import compile_tools
+from hfopt.virtual.build import find_toolchain
+
+DEPTHS = (2, 3)
+BATCHES = (8, 16)
+CAPTURED = "reduce-overhead"  # with CUDA graphs
+STEPS = {"default": 4, CAPTURED: 6}  # two to compile, with CUDA graphs two more to warm up and to record, and two that are measured
+_ROOM_BYTES = 512 * GIB  # of the card in the child: what is compiled for must not run out of memory while it is looked at
+_LONGEST_S = 1800.0
+
+
+Runs = tuple[tuple[int | None, int], ...]  # each a number of layers (None: the model's own) and a batch size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileOrder:
+    """What the parent asks for."""
+
+    job: TrainJob
+    candidate: Candidate
+    runs: Runs
+    steps: int  # of each run; the last two are the measured ones
+    counts_compilations: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Depth:
+    """One number of layers, compiled at both batch sizes."""
+
+    compiled: tuple[CompiledRun, ...]
+    ops: tuple[OpCost, ...]
+    runs: Sequence[Mapping[str, Any]]
+
+    @property
+    def compile_s(self) -> float:
+        """Of one graph, forward and backward."""
+        return min(float(run["compile_s"]) for run in self.runs)
+
+
+def why_not(gpu: Gpu | None) -> str | None:
+    """None where a compiled step can be looked at here, else the sentence that says what is missing. Builds nothing."""
+    if gpu is None or gpu.vendor != "nvidia" or gpu.capability is None:
+        return "torch.compile is looked at for NVIDIA cards only"
+    try:
+        return compile_tools.missing(find_toolchain().torch)
+    except VirtualGpuError as error:
+        return str(error)
+
+
+def compiled_step(job: TrainJob, gpu: Gpu, workload: Workload, settings: StepSettings, eager: Estimate) -> Estimate:
+    """Raises DryRunError where the model cannot be compiled, in one sentence."""
+    began = time.perf_counter()
+    depths = traced_depths(workload, DEPTHS, least_layers=DEPTHS[1] + 1)
+    orders = [tuple((depth, batch) for batch in BATCHES) for depth in (DEPTHS if depths is not None else (None,))]
+    found = [_measured(one, settings) for one in compiled_runs(job, gpu, settings, orders)]
+    share = share_of(workload.layers or 0, DEPTHS) if depths is not None else 0.0
+    context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
+    curve = phase_curve([depth.compiled for depth in found], share, context)
+    ops = deeper_ops(found[0].ops, found[1].ops, share) if depths is not None else found[0].ops
+    update = tuple(op for op in eager.ops if op.phase == "optimizer")
+    made = _compiled(found, ops, share, settings, eager)
+    return Estimate(
+        curve=curve,
+        ops=(*ops, *update),
+        seconds=time.perf_counter() - began,
+        notes=(*eager.notes, _words(made, workload, carried=depths is not None)),
+        compiled=made,
+    )
+
+
+def _compiled(found: Sequence[_Depth], ops: Sequence[OpCost], share: float, settings: StepSettings, eager: Estimate) -> CompiledStep:
+    first = found[0].runs[0]
+    kernels = {name for depth in found for run in depth.runs[:1] for _, name, one in run["costs"] if "::" not in name and one}
+    seconds = found[0].compile_s + (found[-1].compile_s - found[0].compile_s) * share
+    return CompiledStep(
+        compile_s=seconds * (1 if first["graph_breaks"] else max(1, int(first["graphs"]))),  # pieces of a cut graph are no repetitions
+        graphs=int(first["graphs"]),
+        graph_breaks=int(first["graph_breaks"]),
+        kernels=len(kernels),
+        launches=sum(op.count for op in ops),
+        eager_launches=sum(op.count for op in eager.ops if op.phase != "optimizer"),
+        mode=settings.compile_mode,
+    )
+
+
+def _words(made: CompiledStep, workload: Workload, *, carried: bool) -> str:
+    where = f"with {DEPTHS[0]} and {DEPTHS[1]} of its {workload.layers} layers" if carried else "as it is"
+    broken = "" if not made.graph_breaks else f", cut at {made.graph_breaks} place{'s' * (made.graph_breaks > 1)}"
+    again = "" if made.graphs < 2 or made.graph_breaks else f" {made.graphs} times, because its first forward changes what was compiled"
+    return (
+        f"torch_compile: memory and kernels are those of the model {where}, compiled on the virtual GPU at batch {BATCHES[0]} and "
+        f"{BATCHES[1]}{broken}: {made.launches:.0f} launches in a forward and backward instead of {made.eager_launches:.0f}; a run "
+        f"compiles it{again} in about {format_seconds(made.compile_s)} of one core, beside Triton's work on {made.kernels} kernels"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- the children
+
+
+def compiled_runs(job: TrainJob, gpu: Gpu, settings: StepSettings, orders: Sequence[Runs]) -> list[Mapping[str, Any]]:
+    """What the allocator noted of each, and what was compiled: a child for each order, beside each other."""
+    roomy = replace(gpu, memory_bytes=_ROOM_BYTES, usable_bytes=None, free_bytes=None)
+    with contextlib.ExitStack() as stack:
+        running = []
+        for number, runs in enumerate(orders):
+            folder = stack.enter_context(child_process.scratch_folder())
+            env = child_environment("virtual", roomy, 0, folder) | ENVIRONMENT | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+            (folder / "order.pickle").write_bytes(_order(job, settings, runs, first=number == 0))
+            output = stack.enter_context((folder / "log").open("wb"))
+            command = [sys.executable, "-m", "hfopt.probe.compiled_worker", str(folder)]
+            child = child_process.start(command, folder=folder, timeout_s=_LONGEST_S, env=env, output=output)
+            stack.callback(child.end)
+            running.append((child, folder))
+        return [_answer(child, folder) for child, folder in running]
+
+
+def _order(job: TrainJob, settings: StepSettings, runs: Runs, *, first: bool) -> bytes:
+    plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))  # read-only views do not travel
+    candidate = Candidate(
+        per_device_batch=BATCHES[0],
+        accumulation=settings.accumulation,
+        precision=settings.precision,
+        checkpointing=settings.checkpointing,
+        optim=settings.optim,
+        attn_implementation=settings.attn_implementation,
+        torch_compile=True,
+        use_liger_kernel=settings.fused_loss,
+    )
+    return pickle.dumps(
+        CompileOrder(job=plain, candidate=candidate, runs=runs, steps=STEPS[settings.compile_mode], counts_compilations=first)
+    )
+
+
+def _answer(child: child_process.Running, folder: Path) -> Mapping[str, Any]:
+    ended = child.wait(_LONGEST_S)
+    if ended.reason == "timeout":
+        raise DryRunError(f"compiling took more than {format_seconds(_LONGEST_S)}")
+    try:
+        facts: Mapping[str, Any] = json.loads((folder / "steps.json").read_text())
+    except (OSError, ValueError) as error:
+        last = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
+        raise DryRunError(f"the compile ended with exit code {ended.returncode}" + (f": {said(last[0])}" if last else "")) from error
+    if "error" in facts:
+        raise DryRunError(said(str(facts["error"])))
+    return facts
+
+
+# ------------------------------------------------------------------------------------------------- what they say
+
+
+def _measured(facts: Mapping[str, Any], settings: StepSettings) -> _Depth:
+    from hfopt.trace.op_cost import grouped, proportional
+
+    events = [(int(address), int(size)) for address, size in facts["events"]]
+    found = []
+    for run in facts["runs"]:
+        trace = _trace(events, run, STEPS[settings.compile_mode] - 2)
+        allocated, reserved = run["peaks"][-1]
+        found.append(CompiledRun(trace=trace, allocated_bytes=allocated, reserved_bytes=reserved))
+    first, second = (run.trace for run in found)
+    alike = [(phase, name) for phase, name, _ in first.costs] == [(phase, name) for phase, name, _ in second.costs]
+    return _Depth(compiled=tuple(found), ops=grouped(first, second) if alike else proportional(second), runs=facts["runs"])
+
+
+def _trace(events: Sequence[tuple[int, int]], run: Mapping[str, Any], skipped_steps: int) -> Trace:
+    from hfopt.trace.op_cost import Cost
+
+    moments = [Moment(begins=name, event=event) for name, event in run["moments"]]
+    trace = trace_of(events, moments, run["batch"], skipped_steps=skipped_steps)
+    for phase, name, (kind, flops, moved, dtype, shape, launches) in run["costs"]:
+        trace.costs.append((phase, name, Cost(kind, flops, moved, dtype, None if shape is None else tuple(shape), launches)))
+    return trace

@@ -1,0 +1,80 @@
+"""A compiled step over batch and depth: its code changes from one to the next, the course of its memory does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.errors import TraceError
+from hfopt.memory.phase_curve import CompiledRun, PhaseCurve, phase_curve
+from hfopt.trace.allocator_history import Moment, trace_of
+from hfopt.trace.events import FREED
+
+WEIGHT, STATE, ACTIVATION, HEAD = 10_000, 20_000, 3_000, 700
+
+
+def compiled(layers: int, batch: int) -> CompiledRun:
+    """Four steps of a model of equal layers; a batch that is odd is computed with one more small block in each layer."""
+    events: list[tuple[int, int]] = []
+    moments: list[Moment] = []
+
+    def begin(what: str) -> None:
+        moments.append(Moment(begins=what, event=len(events)))
+
+    begin("run")
+    events.extend((layer, WEIGHT) for layer in range(layers))
+    begin("built")
+    for step in range(4):
+        begin("step")
+        begin("forward")
+        for layer in range(layers):
+            events.append((100 + layer, ACTIVATION * batch))
+            if batch % 2:
+                events.extend([(99, 8), (99, FREED)])
+        events.append((98, HEAD * batch))
+        begin("backward")
+        events.append((97, HEAD * batch))
+        for layer in reversed(range(layers)):
+            events.extend([(200 + layer, WEIGHT), (100 + layer, FREED)])
+        events.extend([(97, FREED), (98, FREED)])
+        begin("optimizer")
+        if step == 0:
+            events.extend((300 + layer, STATE) for layer in range(layers))
+        events.extend((200 + layer, FREED) for layer in range(layers))
+    begin("end")
+    run = CompiledRun(trace=trace_of(events, moments, batch, skipped_steps=2), allocated_bytes=0, reserved_bytes=0)
+    live = run.live_bytes
+    return CompiledRun(trace=run.trace, allocated_bytes=live, reserved_bytes=live + 512)
+
+
+def curve(*batches: int) -> PhaseCurve:
+    return phase_curve([[compiled(layers, batch) for batch in batches] for layers in (2, 3)], 10.0, 0)
+
+
+@pytest.mark.parametrize("batches", [(8, 16), (7, 16)])
+@pytest.mark.parametrize("batch", [8, 16, 64])
+def test_the_peak_of_a_deep_model_is_that_of_its_compiled_step(batches: tuple[int, int], batch: int) -> None:
+    assert curve(*batches).replay(batch).allocated_bytes == pytest.approx(compiled(12, batch).allocated_bytes, rel=0.01)
+
+
+def test_its_parts_add_up_and_the_moment_is_named() -> None:
+    peak = curve(8, 16).peak(32)
+    assert peak.breakdown is not None and peak.breakdown.total_bytes == peak.device_bytes
+    assert (peak.breakdown.weights_bytes, peak.breakdown.optimizer_bytes) == (12 * WEIGHT, 12 * STATE)
+    assert peak.moment == "backward, the whole model"
+
+
+def test_what_the_allocator_keeps_grows_beyond_the_largest_compiled_batch() -> None:
+    found = curve(8, 16)
+    kept = [found.replay(batch).reserved_bytes - found.replay(batch).allocated_bytes for batch in (8, 16, 32)]
+    assert kept == [512, 512, 1024]
+    needed = found.replay(16).reserved_bytes
+    assert found.replay(16, capacity_bytes=needed).fits and not found.replay(16, capacity_bytes=needed - 1).fits
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    found = curve(8, 16)
+    largest = found.largest_batch(4_000_000)
+    assert largest is not None
+    assert found.replay(largest).reserved_bytes <= 4_000_000 < found.replay(largest + 1).reserved_bytes
+    with pytest.raises(TraceError, match="batch size of 0"):
+        found.replay(0)

@@ -1,0 +1,121 @@
+"""`torch_compile` in a plan: where it can be looked at, what is said where it cannot, and its cost over the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from hfopt.errors import DryRunError
+from hfopt.planner import compiled
+from hfopt.planner.choices import compile_choices
+from hfopt.planner.compiled import compile_note, compile_reason, compiler_of, over_the_run, run_steps, why_not_compiled
+from hfopt.planner.pricing import Pricing
+from hfopt.planner.request import Request, Subject, from_file
+from hfopt.schema import Candidate, CompiledStep, Gpu, StepSettings, StepTime
+from hfopt.speed.step_time import RankTraffic
+from hfopt.units import GIB
+
+CARD = Gpu(name="card", vendor="nvidia", memory_bytes=24 * GIB, capability=(8, 6), sms=28)
+STEP = CompiledStep(compile_s=100.0, graphs=2, graph_breaks=0, kernels=20, launches=60, eager_launches=100)
+ALLOWED = frozenset({"torch_compile"})
+
+
+def time(step_s: float) -> StepTime:
+    return StepTime(step_s=step_s, busy_s=step_s, samples_per_s=8 / step_s, tokens_per_s=None, mfu=0.5, bound="bandwidth", shares={})
+
+
+def subject(folder: Path, more: str = "") -> Subject:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    facts = '"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64'
+    (model / "config.json").write_text("{" + facts + ', "vocab_size": 50, "architectures": ["BertForSequenceClassification"]}')
+    path = folder / "train.yaml"
+    path.write_text(f"model_name_or_path: {model}\nper_device_train_batch_size: 4\ngradient_accumulation_steps: 2\n{more}")
+    return from_file(path, Request(gpu="rtx 3090"))
+
+
+@pytest.fixture
+def tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if everything were installed."""
+    monkeypatch.setattr(compiled, "why_not", lambda gpu: None)
+
+
+def test_it_is_offered_only_where_it_is_allowed_and_can_be_looked_at(tmp_path: Path, tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject(tmp_path)
+    assert compile_choices(made, frozenset(), CARD).values == (False,)
+    assert compile_choices(made, ALLOWED, CARD).values == (False, True)
+    monkeypatch.setattr(compiled, "why_not", lambda gpu: "there is no Triton")
+    offer = compile_choices(made, ALLOWED, CARD)
+    assert offer.values == (False,) and offer.note == "torch_compile was not tried: there is no Triton"
+
+
+def test_what_cannot_be_compiled_is_said_in_one_sentence(tmp_path: Path, tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_note(subject(tmp_path), CARD) == ()
+    assert compile_note(subject(tmp_path, "torch_compile: true\n"), CARD) == ()
+    (said,) = compile_note(subject(tmp_path, "torch_compile_backend: aot_eager\n"), CARD)
+    assert "aot_eager is not Inductor" in said and "by a rule" in said
+    (said,) = compile_note(subject(tmp_path, "torch_compile_mode: max-autotune\n"), CARD)
+    assert said.startswith("torch_compile_mode: max-autotune is planned as the default one")
+    several = subject(tmp_path, "torch_compile: true\n")
+    several = replace(several, job=replace(several.job, world_size=2))
+    assert "several devices" in (why_not_compiled(several, CARD) or "")
+    assert why_not_compiled(replace(several, trainer=cast(Any, object())), CARD) == "a live model is not compiled for a plan"
+    monkeypatch.undo()
+    assert compiler_of(subject(tmp_path), None) is None, "a CPU has no virtual GPU"
+
+
+def test_a_model_that_cannot_be_compiled_keeps_its_eager_figures(tmp_path: Path, tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise DryRunError("Unsupported: a strange call")
+
+    monkeypatch.setattr(compiled, "compiled_step", fails)
+    made = subject(tmp_path)
+    compile_step = compiler_of(made, CARD)
+    assert compile_step is not None
+    from hfopt.memory.step_memory import Estimate
+
+    eager = Estimate(curve=cast(Any, "a curve"), ops=(), seconds=1.0, notes=("a note",))
+    found = compile_step(replace(made.workload, key=None), StepSettings(torch_compile=True), eager)
+    assert found.curve == "a curve" and found.compiled is None
+    assert found.notes[0] == "a note" and found.notes[1].endswith("(Unsupported: a strange call)")
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [("max_steps: 500\n", 500.0), ("num_train_epochs: 2\ntrain_samples: 80\n", 20.0), ("num_train_epochs: 2\n", None)],
+)
+def test_the_length_of_the_run(tmp_path: Path, more: str, steps: float | None) -> None:
+    made = subject(tmp_path, more)
+    if "train_samples" in more:
+        made = replace(made, job=replace(made.job, data=replace(made.job.data, samples=80)))
+    assert run_steps(made) == steps
+
+
+def test_compiling_is_spread_over_the_run() -> None:
+    spread = over_the_run(time(0.5), STEP, 100)
+    assert spread.step_s == pytest.approx(1.5) and spread.samples_per_s == pytest.approx(8 / 1.5) and spread.mfu == pytest.approx(0.5 / 3)
+    assert over_the_run(time(0.5), STEP, None) == over_the_run(time(0.5), None, 100) == time(0.5)
+
+
+def test_the_reason_says_when_it_has_paid_for_itself() -> None:
+    said = compile_reason(STEP, time(1.0), time(0.6), 1000)
+    assert "600.0 ms a step instead of 1.0 s" in said and "are in it" in said and "after 200 steps" in said
+    assert "the length of the run is unknown" in compile_reason(STEP, time(1.0), time(0.6), None)
+    assert "paid" not in compile_reason(STEP, time(1.0), time(1.2), None)
+    assert compile_reason(None, time(1.0), time(1.0), None).endswith("allowed by --allow torch_compile")
+
+
+def test_a_candidate_is_compiled_only_where_something_can_compile_it(tmp_path: Path) -> None:
+    base = StepSettings(compile_mode="reduce-overhead")
+    workload, nothing = subject(tmp_path).workload, cast(Any, None)
+    pricing = Pricing(workload=workload, base=base, speed=None, budget_bytes=GIB, ranks=RankTraffic(), estimator=nothing)
+    plain = Candidate(per_device_batch=4, accumulation=1, precision="bf16")
+    asked = replace(plain, torch_compile=True)
+    assert not pricing.settings(asked).torch_compile
+    able = replace(pricing, compiler=cast(Any, lambda *_: None))
+    assert able.settings(asked).torch_compile and able.settings(asked).compile_mode == "reduce-overhead"
+    assert not able.settings(plain).torch_compile and able.settings(plain).compile_mode == "default"
+    assert able.bound_s(asked) == 0.0, "nothing is known before its eager step is traced"
