@@ -17,10 +17,10 @@ from typing import Any
 
 from hfopt.schema import Gpu, OpCost, Precision, RehearsedPhase, RehearsedTime, StepTime
 from hfopt.speed.device_speed import HostCost, Speed, speed_of
-from hfopt.speed.launch_timeline import IssuedEvent, Timeline, lay_out
+from hfopt.speed.launch_timeline import IssuedEvent, LaidOutStep, lay_out
 from hfopt.speed.step_time import StepTimer
-from hfopt.virtual.journal import OUTSIDE, ProcessJournal, RecordedStep, fetch_seconds, read_journal
 from hfopt.virtual.launch_cost import Issue, grouped, issues
+from hfopt.virtual.launch_journal import OUTSIDE, ProcessJournal, RecordedStep, fetch_seconds, read_journal
 
 PHASES = ("data", "forward", "backward", "optimizer", "between")
 LAUNCHING = ("forward", "backward", "optimizer")
@@ -82,7 +82,7 @@ def _usual_s(gaps: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Laid:
-    timeline: Timeline
+    timeline: LaidOutStep
     by_timer: StepTime
     launches: int
     phase_launches: Mapping[str, int]

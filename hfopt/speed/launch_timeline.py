@@ -32,7 +32,7 @@ class IssuedEvent:
 
 
 @dataclass(slots=True)
-class Timeline:
+class LaidOutStep:
     """One step: its length, and where it went."""
 
     step_s: float = 0.0
@@ -57,7 +57,7 @@ class _Layout:
         self._sync_s = sync_s
         self.host_s = 0.0
         self.front_s = 0.0  # until when kernels other than collectives have run
-        self.seen = Timeline()
+        self.seen = LaidOutStep()
         self._streams: dict[str, float] = {}
         self._events: dict[str, tuple[float, bool]] = {}
         self._held: dict[str, float] = {}  # by stream: until when communication holds it
@@ -65,7 +65,7 @@ class _Layout:
         self._done: list[_Stretch] = []
 
     def begin(self) -> None:
-        self.seen = Timeline()
+        self.seen = LaidOutStep()
 
     def take(self, event: IssuedEvent) -> None:
         self._host(event.input_s, "input", event.phase)
@@ -143,7 +143,7 @@ def _add(into: dict[str, float], key: str, seconds: float) -> None:
     into[key] = into.get(key, 0.0) + seconds
 
 
-def lay_out(events: Sequence[IssuedEvent], *, sync_s: float, fetch_s: float = 0.0) -> Timeline:
+def lay_out(events: Sequence[IssuedEvent], *, sync_s: float, fetch_s: float = 0.0) -> LaidOutStep:
     """One step of many alike. `fetch_s`: what the workers need for the data of one step, all together; a step takes no less."""
     layout = _Layout(sync_s)
     before = 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hfopt.schema import OpCost
-from hfopt.virtual.journal import Entry, RecordedStep
+from hfopt.virtual.launch_journal import Entry, RecordedStep
 
 Link = Literal["host", "ranks"]
 THREAD_ELEMENTS = 4  # of a thread of an unknown kernel, as in PyTorch's own (ATen/native/cuda/thread_constants.h: thread_work_size)

@@ -3,7 +3,7 @@
  *
  * HFOPT_VIRTUAL_JOURNAL names the folder; each process writes its own file there while Python has the recording on
  * (hfopt_rehearsal_journal). A line is: kind, the thread (0: the main one) and its CPU time in ns, the operation the launch belongs to
- * (0: none), the stream, and what the kind has to say, all separated by tabs. `hfopt.virtual.journal` reads it.
+ * (0: none), the stream, and what the kind has to say, all separated by tabs. `hfopt.virtual.launch_journal` reads it.
  */
 #define _GNU_SOURCE
 #include "journal.h"

@@ -1,8 +1,9 @@
 """The journal of a timed rehearsal: which steps are written down, what each operation costs, and where the phases begin.
 
 The library notes launches, matrix products, copies, waits and collectives (csrc/journal.c); here each is given its operation. Steps take
-turns after the first, which warms caches up: in one a dispatch mode asks hfopt's own cost model (`hfopt.trace.op_cost`) for each operation,
-in the next nothing is added to the host's work, so that its time between launches can be taken. `hfopt.virtual.journal` reads the file.
+turns after the first, which warms caches up: in one a dispatch mode asks hfopt's own cost model (`hfopt.trace.op_cost`) for each
+operation, in the next nothing is added to the host's work, so that its time between launches can be taken.
+`hfopt.virtual.launch_journal` reads the file.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[misc]
         return "\t".join(fields).encode()
 
 
-class Journal:
+class LaunchJournal:
     """Of this process. Nothing happens where no journal is wanted."""
 
     def __init__(self) -> None:
@@ -155,4 +156,4 @@ def _timed(fetch: Any, folder: str) -> Any:
     return timed
 
 
-journal = Journal()
+journal = LaunchJournal()
