@@ -187,9 +187,26 @@ def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
         field = fields.get(key)
         if found is not None and found.effect == "named" and value not in (None, "", [], {}) and not _default(field, value):
             yield f"{key}: {_shown(value)} is set; {found.why}"
-    options = args.get("gradient_checkpointing_kwargs")
-    if isinstance(options, Mapping) and options.get("offload"):
-        yield "gradient_checkpointing_kwargs: offload moves checkpoints to the host; no figure shows it: less on the card, slower steps"
+    for key, options, why in _NAMED_OPTIONS:
+        inside = args.get(key)
+        for option in options if isinstance(inside, Mapping) else ():
+            if inside.get(option):
+                yield f"{key}: {option} is set; {why}"
+
+
+_NAMED_OPTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    (
+        "gradient_checkpointing_kwargs",
+        ("offload",),
+        "it moves checkpoints to the host, which no figure shows: less on the card, slower steps",
+    ),
+    (
+        "fsdp_config",
+        ("activation_checkpointing", "fsdp_activation_checkpointing"),
+        "the figures are those without FSDP's own checkpointing: it takes less memory and more time",
+    ),
+)
+"""Entries of arguments that hold a mapping."""
 
 
 def _default(field: Field | None, value: Any) -> bool:

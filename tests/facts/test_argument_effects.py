@@ -58,3 +58,16 @@ def test_defaults_of_trl_are_read_from_its_source() -> None:
     assert trl_config("SFT")["activation_offloading"].default is False
     assert trl_config("SFT")["gradient_checkpointing"].default is True  # TRL's own default
     assert trl_config("NoSuch").keys() == trl_config("SFT").keys() & trl_config("NoSuch").keys()
+
+
+def test_entries_inside_an_argument_are_named_too() -> None:
+    args = {
+        "gradient_checkpointing_kwargs": {"offload": True},
+        "fsdp_config": {"activation_checkpointing": True, "reshard_after_forward": True},
+    }
+    said = list(unseen(args, "Trainer"))
+    assert [sentence.partition(" is set")[0] for sentence in said] == [
+        "gradient_checkpointing_kwargs: offload",
+        "fsdp_config: activation_checkpointing",
+    ]
+    assert list(unseen({"gradient_checkpointing_kwargs": {"offload": False}, "fsdp_config": "fsdp.json"}, "Trainer")) == []
