@@ -112,8 +112,8 @@ def main() -> None:
     """Runs the app and turns our errors into messages."""
     say_what_the_terminal_can()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it warns of kernels for the CPU, which nothing here runs
-    line, parser = _parser(sys.argv[1:])
     try:
+        line, parser = _parser(sys.argv[1:])
         try:
             _run(line, parser)
         finally:

@@ -189,9 +189,8 @@ def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
             yield f"{key}: {_shown(value)} is set; {found.why}"
     for key, options, why in _NAMED_OPTIONS:
         inside = args.get(key)
-        for option in options if isinstance(inside, Mapping) else ():
-            if inside.get(option):
-                yield f"{key}: {option} is set; {why}"
+        if isinstance(inside, Mapping):
+            yield from (f"{key}: {option} is set; {why}" for option in options if inside.get(option))
 
 
 _NAMED_OPTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (

@@ -154,7 +154,7 @@ def test_an_interrupt_and_a_reader_that_left_end_quietly(monkeypatch: pytest.Mon
     def fails(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(hfopt.cli, "application", lambda arguments: fails)
+    monkeypatch.setattr(hfopt.cli, "_run", fails)
     monkeypatch.setattr(hfopt.cli, "give_up_stdout", lambda: None)
     with pytest.raises(SystemExit) as stopped:
         hfopt.cli.main()

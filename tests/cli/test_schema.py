@@ -72,7 +72,9 @@ def config(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------ every answer
 
 
-def test_the_plan_and_its_cards(run: Run, config: Path, tmp_path: Path) -> None:
+def test_the_plan_and_its_cards(run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HFOPT_NO_CACHE", "0")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     code, out, _ = run("plan", config, "--gpu", "t4", "--no-dry-run", "--json")
     made = validated("plan", out)
     assert code == 0 and made["schema"] == "hfopt/plan/1" and made["effective_batch"] == 8 and "error" not in made
@@ -219,8 +221,8 @@ def test_every_command_with_json_has_a_schema(run: Run) -> None:
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_published_shape_changes_only_with_its_version(name: str) -> None:
-    """docs/schemas has what was published; after a change: python tests/cli/test_schema.py, and raise the version where a key went or
-    became another."""
+    """docs/schemas has what was published. After a change `PYTHONPATH=tests/support python tests/cli/test_schema.py`, and raise the
+    version where a key went or became another."""
     published = json.loads((ROOT / "docs" / "schemas" / f"{name}.json").read_text())
     assert published == schema_of(name)
 
