@@ -72,6 +72,7 @@ def config(tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------------------ every answer
 
 
+@pytest.mark.slow
 def test_the_plan_and_its_cards(run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HFOPT_NO_CACHE", "0")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
