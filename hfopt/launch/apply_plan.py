@@ -1,7 +1,5 @@
 """Puts a plan onto a Trainer that exists, and tries it there where that was asked for.
 
-Puts a plan onto a Trainer that exists: its arguments, and what it made of them when it was built.
-
 The Trainer reads most arguments when training begins. Six things it read earlier and are brought after: the size of its loader's
 batches, the accelerator's precision, DDP's search for unused parameters, checkpointing that is already on in the model, liger's kernels,
 and whether the model is compiled. Whatever fails half way is taken back, so that the script's own settings stay whole.
