@@ -39,8 +39,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfopt.monitor import session
 from hfopt.monitor.callback import HFGpuMonitor
+from hfopt.monitor.diagnose import Judge
 from hfopt.monitor.fault_guard import Faults
-from hfopt.monitor.findings import Judge
 from hfopt.monitor.host_usage import HostReading
 from hfopt.monitor.journal import Journal
 from hfopt.monitor.metrics import find_callers

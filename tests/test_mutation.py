@@ -59,6 +59,7 @@ def tried(runner: ModuleType, tests: str) -> dict[str, tuple[str, str]]:
     return {what: (verdict, by) for what, verdict, by in rows}
 
 
+@pytest.mark.slow
 def test_found_survived_and_endless(runner: ModuleType) -> None:
     found = tried(runner, TESTS)
     assert {what: verdict for what, (verdict, _) in found.items()} == {

@@ -1,8 +1,7 @@
 """The model and the data a config names, under the many keys that people use for them.
 
-What is trained: the model, its task, adapters and quantization, under the names that TRL, LLaMA-Factory and plain scripts use.
-
-What it is trained on: the dataset and the size of one sample, under the many names configs have for them.
+What is trained: the model, its task, adapters and quantization, under the names that TRL, LLaMA-Factory and plain scripts use. What it is
+trained on: the dataset and the size of one sample, under the many names configs have for them.
 """
 
 from __future__ import annotations

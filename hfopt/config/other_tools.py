@@ -2,14 +2,10 @@
 
 Source: torchtune 0.7 (recipes/configs): the builder's name says model, size and adapter, such as `lora_llama3_1_8b`.
 
-Tools that read TrainingArguments YAMLs in their own way: what they take differently, and under which key they take it.
-
-Sources: llamafactory 0.9.5 (hparams/model_args.py, hparams/training_args.py, hparams/parser.py: OmegaConf reads the file) and
-trl 1.16.0 (scripts/utils.py: TrlParser makes the YAML's values argparse defaults, and argparse converts default text by type);
-ms-swift as of August 2026 (swift/cli/main.py: each key becomes a command-line option; its defaults: swift/arguments and
-swift/trainers/arguments.py).
-
-Configs of other tools, recognised by keys that only they have, so that they are refused by name and not half understood.
+Tools that read TrainingArguments YAMLs in their own way: what they take differently, and under which key they take it. Sources:
+llamafactory 0.9.5 (hparams/model_args.py, hparams/training_args.py, hparams/parser.py: OmegaConf reads the file) and trl 1.16.0
+(scripts/utils.py: TrlParser makes the YAML's values argparse defaults, and argparse converts default text by type); ms-swift as of August
+2026 (swift/cli/main.py: each key becomes a command-line option; its defaults: swift/arguments and swift/trainers/arguments.py).
 """
 
 from __future__ import annotations

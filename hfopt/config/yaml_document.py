@@ -3,9 +3,8 @@
 The tree of entries is as written, before merge keys are flattened: an entry knows where it stands, whether its value is an alias, and which
 mappings it merges. The data beside it is what PyYAML's safe loader makes of the same text.
 
-From bytes to a document, by PyYAML's safe loader: what `HfArgumentParser.parse_yaml_file` sees is what is read here.
-
-Limits: one document, at most MAX_BYTES, MAX_DEPTH levels and MAX_VALUES values after aliases are expanded.
+From bytes to a document, by PyYAML's safe loader: what `HfArgumentParser.parse_yaml_file` sees is what is read here. Limits: one document,
+at most MAX_BYTES, MAX_DEPTH levels and MAX_VALUES values after aliases are expanded.
 """
 
 from __future__ import annotations

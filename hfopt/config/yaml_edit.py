@@ -1,10 +1,8 @@
 """Config out: the same bytes, with only the changed values' own characters replaced.
 
-Comments that a change would make false: on a changed line, or in the comment right above it, stating the old value.
-
-Every change becomes a few splices of the text. The result is read again and must equal the old document with exactly the changes made;
-if it does not, nothing is returned: an edit is right or refused. What stands behind an alias is changed at its use; what another
-alias reads is kept for it.
+Comments that a change would make false: on a changed line, or in the comment right above it, stating the old value. Every change becomes a
+few splices of the text. The result is read again and must equal the old document with exactly the changes made; if it does not, nothing is
+returned: an edit is right or refused. What stands behind an alias is changed at its use; what another alias reads is kept for it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """How one change of one key becomes splices of text, in the style of the file it stands in.
 
-What can be done to one key of one section: set it, rename it, drop it.
-
-A Python value as YAML text that PyYAML's safe loader reads back as exactly that value, in the style of what stood there.
-
-The habits of a file: its newline, indentation, spelling of true, quotes and columns, so that what is added looks like the rest.
-
-The splices of text that one operation needs, wherever the value stands: block or flow, behind an anchor, an alias or a merge key.
+What can be done to one key of one section: set it, rename it, drop it. A Python value as YAML text that PyYAML's safe loader reads back as
+exactly that value, in the style of what stood there. The habits of a file: its newline, indentation, spelling of true, quotes and columns,
+so that what is added looks like the rest. The splices of text that one operation needs, wherever the value stands: block or flow, behind an
+anchor, an alias or a merge key.
 """
 
 from __future__ import annotations

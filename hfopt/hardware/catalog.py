@@ -1,14 +1,10 @@
 """The catalog of cards (gpus.toml), and finding one in it by any reasonable name.
 
-What a card is called, forgivingly: a name becomes a set of words in which spelling, order and vendor prefixes do not matter.
+What a card is called, forgivingly: a name becomes a set of words in which spelling, order and vendor prefixes do not matter. 'NVIDIA
+GeForce RTX 4060 Laptop GPU', 'rtx 4060 laptop' and '4060-Mobile' are all {4060, laptop}; 'A100-SXM4-80GB' is {a100, sxm, 80gb}.
 
-'NVIDIA GeForce RTX 4060 Laptop GPU', 'rtx 4060 laptop' and '4060-Mobile' are all {4060, laptop}; 'A100-SXM4-80GB' is {a100, sxm, 80gb}.
-
-gpus.toml, read: one entry per card, with peaks computed from SMs, clocks and the architecture's rates.
-
-peak = SMs × operations per SM and clock × clock. A MIG instance is an entry of its own: SMs for its peaks, memory slices for its bandwidth.
-
-Finding a card in the catalog by any reasonable name, the user's or NVML's.
+gpus.toml, read: one entry per card, with peaks computed from SMs, clocks and the architecture's rates. peak = SMs × operations per SM and
+clock × clock. A MIG instance is an entry of its own: SMs for its peaks, memory slices for its bandwidth.
 
 A name that fits several cards of different memory is refused with the list; if they differ only in form factor (A100-80GB: SXM or PCIe)
 the slowest is taken and that is said, so that no speed is promised in vain.

@@ -1,10 +1,7 @@
 """A look at this machine for `hfopt doctor`, and what of it would slow training or keep it off the card.
 
-What would slow training here, or keep it off the card: pure judgements over what was detected, each with what to do about it.
-
-An error keeps training off the GPU, a warning slows it or may stop it, a note is worth knowing.
-
-A look at this machine for `hfopt doctor`: detection, installed software, what the driver says now, and what follows from it.
+What would slow training here, or keep it off the card: pure judgements over what was detected, each with what to do about it. An error
+keeps training off the GPU, a warning slows it or may stop it, a note is worth knowing.
 """
 
 from __future__ import annotations

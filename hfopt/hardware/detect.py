@@ -2,16 +2,14 @@
 
 A container on a 64-core machine with a quota of 4 has 4 cores; reading os.cpu_count() there starts sixteen times too many workers.
 
-Which of the machine's cards CUDA shows this process: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, read as the driver reads them.
+Which of the machine's cards CUDA shows this process: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, read as the driver reads them. Unset shows
+all, empty shows none. Entries are indices, or prefixes of a UUID (GPU-..., MIG-...), all of the kind of the first. The first entry that
+names no card hides itself and all after it ('0,-1,1' shows one card); a card given twice, or a prefix that fits two, shows none. Indices
+count in CUDA's order: the fastest card first and the others by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID. Of MIG instances CUDA shows
+one process one; indices do not reach them while there are whole cards.
 
-Unset shows all, empty shows none. Entries are indices, or prefixes of a UUID (GPU-..., MIG-...), all of the kind of the first. The first
-entry that names no card hides itself and all after it ('0,-1,1' shows one card); a card given twice, or a prefix that fits two, shows none.
-Indices count in CUDA's order: the fastest card first and the others by PCI bus, unless CUDA_DEVICE_ORDER=PCI_BUS_ID.
-Of MIG instances CUDA shows one process one; indices do not reach them while there are whole cards.
-
-Cards NVML does not know: AMD from the kernel's own files, Apple from the system, named as found and planned by memory only.
-
-detect() imports neither torch nor any CUDA library: NVML says what is there, the catalog what it can do.
+Cards NVML does not know: AMD from the kernel's own files, Apple from the system, named as found and planned by memory only. detect()
+imports neither torch nor any CUDA library: NVML says what is there, the catalog what it can do.
 """
 
 from __future__ import annotations

@@ -2,11 +2,8 @@
 
 A build without them finds the card, fills it, and fails at the first kernel with "no kernel image is available".
 
-What is installed, read from files and not imported: the torch build and the packages that matter for speed.
-
-What the installed torch itself says of the cards: asked in a child process, so that neither its import nor its faults are ours.
-
-The rest of `doctor` reads files and the driver; only this shows that torch really reaches the card.
+What the installed torch itself says of the cards: asked in a child process, so that neither its import nor its faults are ours. The rest of
+`doctor` reads files and the driver; only this shows that torch really reaches the card.
 """
 
 from __future__ import annotations

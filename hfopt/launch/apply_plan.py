@@ -17,8 +17,8 @@ from typing import Any
 from hfopt.compat import set_tf32
 from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing, renew_accelerator
 from hfopt.facts.training_keys import both_spellings
-from hfopt.oom import record
-from hfopt.oom.device_memory import read
+from hfopt.oom import next_settings
+from hfopt.oom.next_settings import memory_now
 from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.schema import Change
 from hfopt.units import format_bytes, format_seconds
@@ -148,12 +148,14 @@ def _callback(trainer: Any) -> Any:
                 return
             step_s = (time.perf_counter() - self.began) / max(1, state.global_step - self.first)
             if state.is_world_process_zero:
-                record.tell(f"hfopt: dry run: {state.global_step} steps, {format_seconds(step_s)} each{_peak(args)}; nothing was saved")
+                next_settings.say(
+                    f"hfopt: dry run: {state.global_step} steps, {format_seconds(step_s)} each{_peak(args)}; nothing was saved"
+                )
             sys.exit(0)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.is_world_process_zero:
-                record.tell(f"hfopt: dry run: the data ended after {state.global_step} steps{_peak(args)}; nothing was saved")
+                next_settings.say(f"hfopt: dry run: the data ended after {state.global_step} steps{_peak(args)}; nothing was saved")
             sys.exit(0)
 
     return EndAfterSteps()
@@ -164,6 +166,6 @@ def _peak(args: Any) -> str:
 
     if args.device.type != "cuda":
         return ""
-    reserved, now = torch.cuda.max_memory_reserved(args.device), read(args.device)
+    reserved, now = torch.cuda.max_memory_reserved(args.device), memory_now(args.device)
     room = f" of {format_bytes(now.capacity_bytes)}" if now.capacity_bytes is not None else ""
     return f", at most {format_bytes(reserved)} reserved{room} (measured)"

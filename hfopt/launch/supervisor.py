@@ -29,7 +29,7 @@ from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.files import write_whole
 from hfopt.launch.handoff import HANDOFF, OPTIONS, ORDERS, Handoff, RestartOrders, RunOptions, RunStart
 from hfopt.launch.heartbeat import Hang, HangWatch
-from hfopt.process.foreground import Child
+from hfopt.process.child_process import Child
 
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")

@@ -1,18 +1,14 @@
 """PyTorch's CUDA caching allocator as a pure simulation: options, blocks, expandable segments.
 
-PYTORCH_CUDA_ALLOC_CONF, read: what of it changes how memory is taken.
+PYTORCH_CUDA_ALLOC_CONF, read: what of it changes how memory is taken. Device memory in blocks: every segment a chain of them, the free ones
+in two ordered pools for each stream, and what is reserved. Expandable segments: one for each pool, backed with memory page by page where a
+request needs it, and unmapped when memory runs out. Mirrors get_free_block, find_expandable_block, map_block and unmap_block of
+c10/cuda/CUDACachingAllocator.cpp. Its addresses never end here; PyTorch reserves those of 1 1/8 cards and begins another segment after
+them.
 
-Device memory in blocks: every segment a chain of them, the free ones in two ordered pools for each stream, and what is reserved.
-
-Expandable segments: one for each pool, backed with memory page by page where a request needs it, and unmapped when memory runs out.
-
-Mirrors get_free_block, find_expandable_block, map_block and unmap_block of c10/cuda/CUDACachingAllocator.cpp. Its addresses never end
-here; PyTorch reserves those of 1 1/8 cards and begins another segment after them.
-
-PyTorch's CUDA caching allocator as a pure simulation: reserved memory is what runs out, and only this order of events gives it.
-
-Mirrors c10/cuda/CUDACachingAllocator.cpp: 512-byte rounding, a small and a large pool, best fit, splitting, merging, segments of 2 and
-20 MiB, cached segments given back (and the request tried again) before an out-of-memory error. Each stream has its two pools of its own.
+PyTorch's CUDA caching allocator as a pure simulation: reserved memory is what runs out, and only this order of events gives it. Mirrors
+c10/cuda/CUDACachingAllocator.cpp: 512-byte rounding, a small and a large pool, best fit, splitting, merging, segments of 2 and 20 MiB,
+cached segments given back (and the request tried again) before an out-of-memory error. Each stream has its two pools of its own.
 """
 
 from __future__ import annotations

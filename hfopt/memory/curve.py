@@ -1,10 +1,9 @@
 """Peak memory as a function of the batch size, from one affine timeline.
 
-Allocated memory over the batch size as the upper envelope of straight lines: one per event, few of them ever highest.
-
-`peak(batch)` replays the timeline through the simulated allocator, exactly. `peaks(batches)` prices thousands of batch sizes at once:
-allocated memory is the upper envelope of affine functions (one per event, few of them on the hull), reserved memory is allocated × the
-ratio replayed at a few anchors, interpolated.
+Allocated memory over the batch size as the upper envelope of straight lines: one per event, few of them ever highest. `peak(batch)` replays
+the timeline through the simulated allocator, exactly. `peaks(batches)` prices thousands of batch sizes at once: allocated memory is the
+upper envelope of affine functions (one per event, few of them on the hull), reserved memory is allocated × the ratio replayed at a few
+anchors, interpolated.
 
 A batch fits when all that the allocator reserves for it, what it merely keeps cached included, stays within the budget. On a full card the
 allocator gives cached segments back, and a run may survive on that: it is told (`giving_back`), not planned with. What is reserved does not

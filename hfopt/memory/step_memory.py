@@ -1,10 +1,8 @@
 """Memory and kernels of a training step for any batch size, with what the process holds besides.
 
-What a process holds on the card besides PyTorch's allocator: the CUDA context and the kernels loaded on first use.
-
-The driver sets local memory aside for every thread that can be resident, so a context grows with the card: a base and so many bytes
-per resident thread. Two published figures give the line, others check it (NVML or nvidia-smi after the first CUDA call, kernels loaded
-lazily):
+What a process holds on the card besides PyTorch's allocator: the CUDA context and the kernels loaded on first use. The driver sets local
+memory aside for every thread that can be resident, so a context grows with the card: a base and so many bytes per resident thread. Two
+published figures give the line, others check it (NVML or nvidia-smi after the first CUDA call, kernels loaded lazily):
 
     RTX 4060, 24 multiprocessors        107 MiB at most   xMem's runs (arXiv 2510.21048): total memory less the highest sample    line
     RTX 6000 Ada, 142 multiprocessors   426 MiB           unslothai/unsloth-zoo pull request 1053, torch 2.10, CUDA 13            line

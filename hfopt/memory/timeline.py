@@ -1,21 +1,15 @@
 """One timeline for every batch size: what is live when, by kind, how a step repeats, and the inputs that wait for it.
 
-One timeline for every batch size: two traces matched event by event, each size as constant + slope × batch.
+One timeline for every batch size: two traces matched event by event, each size as constant + slope × batch. Sizes that a kernel computes in
+another way keep their formula. Where the traces are not the same sequence of events there is no timeline (`coarse` has a rougher answer).
 
-Sizes that a kernel computes in another way keep their formula. Where the traces are not the same sequence of events there is no timeline
-(`coarse` has a rougher answer).
+The second traced step again: each repetition has blocks of its own, and frees what the one before it left alive. A step that finds the
+cache as the step before left it may still need another segment: what fits depends on which blocks were cut. The first two traced steps are
+not alike (the optimizer's states come between them), the third shows what all later ones do.
 
-What is live at one moment of the timeline, or at all of them, by kind.
-
-The second traced step again: each repetition has blocks of its own, and frees what the one before it left alive.
-
-A step that finds the cache as the step before left it may still need another segment: what fits depends on which blocks were cut. The
-first two traced steps are not alike (the optimizer's states come between them), the third shows what all later ones do.
-
-A rougher curve for a model that does different things at different batch sizes: straight lines through the peaks of two traces.
-
-Without events that match there is no timeline for other batch sizes. What is live at the peak is a line for each kind of memory, and what
-the allocator holds beyond it another. It is right at the two traced sizes, and a line between and beyond them.
+A rougher curve for a model that does different things at different batch sizes: straight lines through the peaks of two traces. Without
+events that match there is no timeline for other batch sizes. What is live at the peak is a line for each kind of memory, and what the
+allocator holds beyond it another. It is right at the two traced sizes, and a line between and beyond them.
 
 `Trainer.get_batch_samples` (transformers 4.46 on) walks the data loader, which puts each batch onto the device as it comes. A step with
 accumulation is traced with two micro-batches, a further one takes nothing but its inputs: they are added here, by an allocator of their

@@ -133,9 +133,17 @@ def kept_names(what: str, workload: Workload, find: Callable[[Workload], tuple[s
 
 
 def kept_rough_step(workload: Workload, batch: int, settings: StepSettings, trace: Callable[[], RoughStep]) -> RoughStep:
-    parts = {"what": "rough step", "batch": batch, "settings": to_json(_any_card(settings))}
-    found: RoughStep = _kept(workload, parts, RoughStep, trace, _condition(settings, (), exact=True))
-    return found
+    """Good for every card that takes the same kernels: of what else depends on a card, only its context is more than a rounding."""
+    alike = replace(settings, capability=(0, 0), multiprocessors=None)
+    parts = {"what": "rough step", "batch": batch, "settings": to_json(alike), "workload": workload.key}
+    store = default_store() if workload.key is not None else None
+    found = _get(store, parts, RoughStep, lambda condition: _holds(condition, settings))
+    if not isinstance(found, RoughStep):
+        begin_tracing()
+        with answers_noted() as answers:
+            found = trace()
+        _put(store, parts, found, workload.name, _condition(settings, answers, exact=False))
+    return replace(found, context_bytes=context_bytes(settings.capability, multiprocessors=settings.multiprocessors))
 
 
 def kept_compiled(workload: Workload, settings: StepSettings, make: Callable[[Workload], Estimate]) -> Estimate:

@@ -8,7 +8,6 @@ Values are harmless stand-ins (token 1, label 0, silence); only shapes, types an
 has zeros in its mask, because kernels are chosen by that: its last sample is a quarter shorter than the longest.
 
 Batches as a flash-attention package sees them: padding cut out, several samples in one row (padding-free) laid out as rows of their own.
-
 The package computes attention within each sample. Its stand-in in a trace is PyTorch's own kernel, which does so for rows without a mask.
 """
 

@@ -1,11 +1,10 @@
 """How a model is put together: configuration, head, packed weights, frozen parts, adapters, wherever the caller builds it.
 
-Building a model wherever the caller stands: under a fake-tensor mode, on the meta device, or for real.
-
-Fake and meta models are built the same way: every parameter goes to the meta device the moment a module registers it, so no weight is
-ever held, while buffers and plain tensors stay real, so `.item()` in a constructor (drop-path rates) works. Adapters and quantization are
-put on that skeleton. Then parameters become what the caller's context asks for. Nothing is swapped in place, so weak references to
-parameters (which peft and the fake mode both hold) never get in the way. A real build runs the model's own initialisation.
+Building a model wherever the caller stands: under a fake-tensor mode, on the meta device, or for real. Fake and meta models are built the
+same way: every parameter goes to the meta device the moment a module registers it, so no weight is ever held, while buffers and plain
+tensors stay real, so `.item()` in a constructor (drop-path rates) works. Adapters and quantization are put on that skeleton. Then
+parameters become what the caller's context asks for. Nothing is swapped in place, so weak references to parameters (which peft and the fake
+mode both hold) never get in the way. A real build runs the model's own initialisation.
 
 Which parameters train: LoRA and DoRA adapters through peft, and frozen modules.
 """

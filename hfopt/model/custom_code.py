@@ -1,9 +1,8 @@
 """Models with code of their own: a factory in a file or package, or a config that brings its code along.
 
-A model that no config.json describes: `path/to/file.py:factory` or `package.module:factory`, imported only when trusted.
-
-The factory takes no arguments and returns an nn.Module. Beside it in the same module stand `make_batch(samples)`, which returns the dict of
-tensors one batch is, and, unless `model(**batch)` returns a loss itself, `compute_loss(model, batch)`.
+A model that no config.json describes: `path/to/file.py:factory` or `package.module:factory`, imported only when trusted. The factory takes
+no arguments and returns an nn.Module. Beside it in the same module stand `make_batch(samples)`, which returns the dict of tensors one batch
+is, and, unless `model(**batch)` returns a loss itself, `compute_loss(model, batch)`.
 
 Models whose config brings its own code (`auto_map`): imported only when trusted, as transformers' trust_remote_code does.
 """

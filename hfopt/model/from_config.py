@@ -37,7 +37,7 @@ from hfopt.model.sample_shape import Reading, size_batch
 from hfopt.model.sources import ConfigSource, find_config, is_reference, stated_model
 from hfopt.model.trl_trainer import carried_trainer, trl_classes, trl_loss
 from hfopt.model.trl_workload import PICTURED, Pictured, cut_images, in_one_row, trl_batches, trl_notes, trl_setup
-from hfopt.schema import Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
+from hfopt.schema import GENERATING, Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
 
 _NO_TRL = "no TRL with this trainer is installed here: its loss is traced by a rule with whole logits, which may take more memory"
 _NO_PICTURES = "TRL's {}Trainer on images is traced by a rule with whole logits, which may take more memory"
@@ -173,7 +173,14 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         weights_dtype=dtype_name(weights_dtype(model, config)),
         checkpoint_dtype=checkpoint_dtype(config),
         lengths=_spread(data, sized.shape.length),
-        assumed=(head.assumption, *_labels(recipe, trainer), *sized.assumed, *assumed_build(recipe, facts.model)),
+        assumed=(
+            *_taken_for(source),
+            head.assumption,
+            *_labels(recipe, trainer),
+            *sized.assumed,
+            *assumed_build(recipe, facts.model),
+            *_reference(recipe, trainer),
+        ),
         notes=tuple(notes),
         with_layers=partial(_at_depth, recipe, data, trainer),
     )
@@ -183,6 +190,21 @@ def _loss(recipe: Recipe, trainer: str) -> Callable[[Any, dict[str, Any]], Any] 
     if trainer == "Reward" and recipe.head.task == "causal_lm":
         return valued_reward
     return preference_loss(trainer, asks_reference=recipe.reference) or loss_for(recipe.head.task)
+
+
+def _taken_for(source: ConfigSource) -> tuple[Assumption, ...]:
+    if source.taken_for is None:
+        return ()
+    return (Assumption(what="architecture", value=f"that of {source.taken_for}, by its name", guessed=True, settle="--like"),)
+
+
+def _reference(recipe: Recipe, trainer: str) -> tuple[Assumption, ...]:
+    """Of trainers that may hold the policy against one: it can be as large as the model."""
+    if trainer not in WITH_REFERENCE and trainer not in GENERATING:
+        return ()
+    copied = f"a frozen copy in {dtype_name(weights_dtype(recipe.spec, recipe.config))}"
+    held = copied if recipe.spec.lora is None else "the model without its adapter"
+    return (Assumption(what="reference model", value=held if recipe.reference else "none"),)
 
 
 _LABELLED = ("sequence_classification", "token_classification", "image_classification", "audio_classification", "semantic_segmentation")

@@ -1,9 +1,8 @@
 """A workload from a live Trainer: its model without the weights, its collator on its longest samples, its own loss.
 
-Copies of a live model, with or without its weights, together with the modules its Trainer keeps beside it.
-
-Nothing of the trainer changes: the model's structure is copied with every parameter on the meta device, methods are called on a shallow
-copy of the trainer, and the random state is put back. A real build copies the weights too.
+Copies of a live model, with or without its weights, together with the modules its Trainer keeps beside it. Nothing of the trainer changes:
+the model's structure is copied with every parameter on the meta device, methods are called on a shallow copy of the trainer, and the random
+state is put back. A real build copies the weights too.
 """
 
 from __future__ import annotations

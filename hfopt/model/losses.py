@@ -1,18 +1,16 @@
 """The losses a model does not compute itself: by task, by preference training, or by the Trainer's own method.
 
-Losses that the model does not compute itself, and why a loss is not a mean over samples when it is not.
-
-Preference training as other tools do it, and TRL where it is not installed (`trl_trainer` runs TRL's own loss): pairs in one batch, a
-reference model beside the policy, and losses that compare, from whole logits.
+Losses that the model does not compute itself, and why a loss is not a mean over samples when it is not. Preference training as other tools
+do it, and TRL where it is not installed (`trl_trainer` runs TRL's own loss): pairs in one batch, a reference model beside the policy, and
+losses that compare, from whole logits.
 
 A sample is a pair (DPO, Reward): n samples are 2n sequences, the chosen ones first. DPO and KTO also run the reference model without
 gradients: a frozen second copy of the weights, or with LoRA the same weights with the adapter switched off; none where the answers were
 asked for before. What is left out, and said: GRPO's generation, KTO's extra pass for its KL term.
 
-The modules a Trainer keeps beside its model: a reference model, a loss that is a module. They are copied together.
-
-TRL keeps `ref_model`; sentence-transformers keeps `loss` (one, or one per dataset), which holds the model itself. A copy of the model
-alone would leave the loss with the live one.
+The modules a Trainer keeps beside its model: a reference model, a loss that is a module. They are copied together. TRL keeps `ref_model`;
+sentence-transformers keeps `loss` (one, or one per dataset), which holds the model itself. A copy of the model alone would leave the loss
+with the live one.
 
 A Trainer's own loss, called on a copy of the Trainer that keeps its notes to itself and talks to no other rank.
 """

@@ -1,10 +1,9 @@
 """The longest samples of a dataset, a trainer's own collator on them, and batches of trainers that write their samples (GRPO, RLOO).
 
-The longest samples of a dataset, found without using it up and without a trace in the random state.
-
-Lengths come from the arrow column of token ids, all of it, when there is one; else single samples are looked at, evenly spread, until a
-time limit. Of a stream of `datasets`, which begins anew for every reader, the first few are read, and trusted only if they are all of one
-length. Any other dataset that can only be read in order is left alone.
+The longest samples of a dataset, found without using it up and without a trace in the random state. Lengths come from the arrow column of
+token ids, all of it, when there is one; else single samples are looked at, evenly spread, until a time limit. Of a stream of `datasets`,
+which begins anew for every reader, the first few are read, and trusted only if they are all of one length. Any other dataset that can only
+be read in order is left alone.
 
 A batch is what the trainer hands to its `compute_loss` after generating and scoring: token ids and masks of prompts and completions, one
 advantage each, and the reference's log-probabilities where a KL term needs them. Generation itself is not in the traced step.

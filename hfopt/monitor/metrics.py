@@ -1,16 +1,12 @@
 """How metrics and findings reach people elsewhere: TensorBoard, W&B, MLflow, Trackio, a command or webhook, the progress bar.
 
-How the metrics reach TensorBoard, W&B, MLflow, trackio: through the Trainer's own reporting callbacks.
-
-A callback is not given the Trainer, and Trainer puts the reporters before the user's callbacks, so adding keys to `logs` in on_log comes
-too late for them. The handler that calls us stands on the stack, with the list of all callbacks: the reporters among them get an on_log
-of their own.
+How the metrics reach TensorBoard, W&B, MLflow, trackio: through the Trainer's own reporting callbacks. A callback is not given the Trainer,
+and Trainer puts the reporters before the user's callbacks, so adding keys to `logs` in on_log comes too late for them. The handler that
+calls us stands on the stack, with the list of all callbacks: the reporters among them get an on_log of their own.
 
 One line that says how the machine is doing, and where to show it: the Trainer's progress bar, in a terminal or a notebook.
-
-    HFGpuMonitor(on_finding="https://hooks.example.org/training")   # POST, JSON
-    HFGpuMonitor(on_finding="notify-send 'training'")               # a command, JSON on its stdin
-    HFGpuMonitor(on_finding=lambda finding: print(finding["sentence"]))
+HFGpuMonitor(on_finding="https://hooks.example.org/training") # POST, JSON HFGpuMonitor(on_finding="notify-send 'training'") # a command,
+JSON on its stdin HFGpuMonitor(on_finding=lambda finding: print(finding["sentence"]))
 
 All of it runs on a thread of its own, so no alert ever holds a step up; each has a time limit, the same cause is sent again only after a
 while, and there is a most for a run. What fails is said once, and that way is switched off.

@@ -1,12 +1,9 @@
 """What goes through the model: samples, tokens, padding, and what one sample costs in FLOPs.
 
-What one training sample costs in FLOPs: by the weights for text, counted once by torch itself for everything else.
-
-For text, 6 per weight that multiplies and token (2 forward, 2 for the gradient passed on, 2 for its own gradient where it trains).
-Images, sound and models of one's own are not made of tokens: there the first forward, which is warm-up and in no window, runs under torch's
-counter, and backward is taken to cost twice as much (once where nothing trains). Attention's own products are counted there, not for text.
-
-What goes through the model: samples, tokens and padding, seen by a forward hook that keeps no tensor.
+What one training sample costs in FLOPs: by the weights for text, counted once by torch itself for everything else. For text, 6 per weight
+that multiplies and token (2 forward, 2 for the gradient passed on, 2 for its own gradient where it trains). Images, sound and models of
+one's own are not made of tokens: there the first forward, which is warm-up and in no window, runs under torch's counter, and backward is
+taken to cost twice as much (once where nothing trains). Attention's own products are counted there, not for text.
 
 Shapes cost nothing to read. Padding needs a sum over the mask: on the CPU at once, on a card as one small kernel and a copy that is read
 when it has arrived, never waited for; and only for the first batches, then once a second. Nothing is hooked under torch.compile.

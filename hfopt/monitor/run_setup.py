@@ -1,8 +1,6 @@
 """What is found out once when training begins, and the first line of the log that says it.
 
 The first line of the log: what runs on what, with which versions; never a token, a host name or a path that is not the run's.
-
-What is found out once when training begins: the device, its peak, the cores, and what the arguments say.
 """
 
 from __future__ import annotations

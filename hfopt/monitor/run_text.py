@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.monitor.findings import sentence
+from hfopt.monitor.diagnose import sentence
 from hfopt.monitor.history import History
 from hfopt.monitor.metrics import PREFIX, metrics
 from hfopt.monitor.receipt import receipt_lines

@@ -1,11 +1,9 @@
 """A thread that reads the cards and the host every second into a bounded ring.
 
-A reading that cannot be (590 W on a 115 W board) is named, so that no average takes it in.
-
-The cards this process trains on, found by UUID: NVML counts all cards of the machine, CUDA_VISIBLE_DEVICES only some, in any order.
-
-It shares the interpreter with training, so a tick must stay well under a millisecond of Python; a tick that took long makes the next one
-wait longer, so that sampling never takes more than half a percent of the time. Energy is summed as it is read, because the ring forgets.
+A reading that cannot be (590 W on a 115 W board) is named, so that no average takes it in. The cards this process trains on, found by UUID:
+NVML counts all cards of the machine, CUDA_VISIBLE_DEVICES only some, in any order. It shares the interpreter with training, so a tick must
+stay well under a millisecond of Python; a tick that took long makes the next one wait longer, so that sampling never takes more than half a
+percent of the time. Energy is summed as it is read, because the ring forgets.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """One train() call, watched: windows close at logging steps, are judged, written, reported and summed up.
 
-What a user may set on HFGpuMonitor, as one value.
-
-Is train() still going on? Its frame is looked for on the training thread's stack, where an error or Ctrl-C leaves none.
-
-A callback is not told when train() is left by an exception. Only code objects are compared: a frame that is kept, or whose locals are
-read, would hold the user's tensors.
+What a user may set on HFGpuMonitor, as one value. Is train() still going on? Its frame is looked for on the training thread's stack, where
+an error or Ctrl-C leaves none. A callback is not told when train() is left by an exception. Only code objects are compared: a frame that is
+kept, or whose locals are read, would hold the user's tensors.
 
 The work done for a log (writing, reporting, judging) is kept within two thousandths of the run's time: where it would take more, because
 every step is logged, a window is joined with the next one.
@@ -27,12 +24,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 from hfopt.monitor import journal, metrics, run_setup, run_text
+from hfopt.monitor.diagnose import Judge, sentence
+from hfopt.monitor.evidence import GrowthWatch
 from hfopt.monitor.fault_guard import Faults, harmless
-from hfopt.monitor.findings import Judge, sentence
 from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.journal import Journal
 from hfopt.monitor.log import NAME
-from hfopt.monitor.memory_growth import GrowthWatch
 from hfopt.monitor.metrics import Alerts, OnFinding, Send, alert_of, sender, tracker_senders
 from hfopt.monitor.model_inputs import InputWatch
 from hfopt.monitor.receipt import receipt_lines, receipt_of

@@ -10,11 +10,10 @@ are added up many at a time, when somebody asks.
 Known limit: times are the host's. By default Trainer reads the loss of each micro-batch (`logging_nan_inf_filter`), which waits for the
 card, so they are honest; without it forward+backward is the time of launching.
 
-Where ranks meet: the points just before they may wait for each other, marked so that the one that comes late can be told.
-
-They meet when they count the tokens of the batch together (after fetching it), when DDP broadcasts buffers (before forward) and inside
-backward. The first is marked by standing before `Trainer._get_num_items_in_batch` (transformers 5; without it on_step_begin has to do), the
-second by a hook on the wrapped model. Only used with several ranks; both are taken away when training ends.
+Where ranks meet: the points just before they may wait for each other, marked so that the one that comes late can be told. They meet when
+they count the tokens of the batch together (after fetching it), when DDP broadcasts buffers (before forward) and inside backward. The first
+is marked by standing before `Trainer._get_num_items_in_batch` (transformers 5; without it on_step_begin has to do), the second by a hook on
+the wrapped model. Only used with several ranks; both are taken away when training ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Many samples become one window: closing it, and joining windows to a longer one.
 
-Many samples become one window, and many windows one: means over the readings that can be, peaks over all, sums where things add up.
-
 Closes a window: what the clock, the sampler, the input hook and torch's allocator counted becomes one `Window`.
 """
 

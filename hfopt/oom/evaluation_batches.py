@@ -12,7 +12,7 @@ from typing import Any
 
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import Rule
-from hfopt.oom import device_memory, record, replay, split_batch
+from hfopt.oom import next_settings, replay, split_batch
 from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
@@ -81,7 +81,7 @@ class ProtectedEvaluation:
         piece = min(self.size or size or 1, size or 1)
         if known is None or piece == 1 or split_batch.why_not(inputs, size) is not None:
             return None
-        now = device_memory.read(self.trainer.args.device)
+        now = next_settings.memory_now(self.trainer.args.device)
         return OomSeen(
             phase="evaluation",
             step=self.trainer.state.global_step,
@@ -93,15 +93,15 @@ class ProtectedEvaluation:
         )
 
     def _step_down(self, model: Any, inputs: Any, seen: OomSeen, options: _Options, released: BaseException) -> None:
-        device_memory.clear(self.trainer.args.device)
+        next_settings.give_memory_back(self.trainer.args.device)
         self._find_rule(model, inputs, options)
         if isinstance(self._rule, Refusal):
-            record.tell(f"hfopt: out of memory in evaluation, and it cannot be run in pieces: {self._rule.reason}")
+            next_settings.say(f"hfopt: out of memory in evaluation, and it cannot be run in pieces: {self._rule.reason}")
             raise released
         self.size, reason = next_size(self.fit.candidate(seen.micro_batch), seen)
         step = ReplanStep(action="chunk", candidate=self.fit.candidate(self.size), reason=reason)
-        record.tell(record.sentence(seen, step, self.fit.effective_batch))
-        self.fit.log(record.entry(seen, step, self.fit.effective_batch))
+        next_settings.say(next_settings.replan_sentence(seen, step, self.fit.effective_batch))
+        self.fit.log(next_settings.log_entry(seen, step, self.fit.effective_batch))
 
     def _find_rule(self, model: Any, inputs: Any, options: _Options) -> None:
         size = self.pieces.size(inputs)

@@ -1,25 +1,118 @@
-"""From what a Trainer is to what it may do next: its settings as a candidate, the step down, and the record of it."""
+"""What a Trainer may do after an out-of-memory error: its settings, the step down, memory given back, and the record of it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import gc
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from hfopt.compat.transformers_patches import enable_checkpointing, is_checkpointing
-from hfopt.oom import device_memory, record
+from hfopt.files import write_whole
 from hfopt.oom.step_down import Refusal, Situation, next_step
+from hfopt.redact import said
 from hfopt.schema import Candidate, Checkpointing, MemoryModel, NextSettings, OomSeen, Precision, ReplanStep, RunFailure
+from hfopt.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryNow:
+    """All None on a device whose allocator keeps no books (the CPU)."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    capacity_bytes: int | None = None  # what this process could have at most: reserved and free together
+
+
+def memory_now(device: torch.device) -> MemoryNow:
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+        return MemoryNow(allocated_bytes=allocated, reserved_bytes=reserved, capacity_bytes=min(reserved + free, limit))
+    if device.type == "mps":
+        allocated, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
+        return MemoryNow(allocated_bytes=allocated, reserved_bytes=reserved, capacity_bytes=torch.mps.recommended_max_memory())
+    return MemoryNow()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Frees what nobody holds: cycles, autocast's copies of the weights, cached blocks. A broken device shows here."""
+    torch.clear_autocast_cache()
+    gc.collect()
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and module is not None:
+        module.synchronize()
+        module.empty_cache()
+
+
+Sink = Callable[[Mapping[str, Any]], None]
+"""Takes one entry of the run's log."""
+Settings = Callable[[Mapping[str, Any], str], None]
+"""Takes the settings to start from next time, and why; the CLI puts them into the user's own YAML."""
+
+
+class Supervisor(Protocol):
+    """Who starts the run again when a process of it cannot go on."""
+
+    def goes_on_with(self, settings: NextSettings) -> None: ...
+
+    def failed(self, failure: RunFailure) -> None: ...
+
+
+REPLANNED = "config_replanned.yaml"
+
+_DID: dict[str, str] = {
+    "retry_after_clearing": "the step runs again after clearing the cache",
+    "chunk": "the step runs again in pieces of {size}",
+    "checkpointing": "the step runs again with gradient checkpointing, {size} at a time",
+    "restart": "this process cannot go on; resume from the last checkpoint with {size} × {accumulation}{checkpointing}",
+    "give_up": "nothing is left to try; what would fit: {smallest}",
+}
+
+
+def replan_sentence(seen: OomSeen, step: ReplanStep, effective_batch: int, note: str | None = None) -> str:
+    """'hfopt: out of memory at step 7 (forward, 16 samples of 512 tokens): the step runs again in pieces of 8; effective batch still 64'"""
+    samples = f"{seen.micro_batch} sample{'s' if seen.micro_batch != 1 else ''}" + (f" of {seen.length} tokens" if seen.length else "")
+    asked = f", {format_bytes(seen.requested_bytes)} more asked for" if seen.requested_bytes else ""
+    size = step.candidate.per_device_batch if step.candidate else None
+    accumulation = step.candidate.accumulation if step.candidate else None
+    checkpointing = " and gradient checkpointing" if step.candidate and step.candidate.checkpointing.on else ""
+    did = _DID[step.action].format(size=size, accumulation=accumulation, checkpointing=checkpointing, smallest=step.smallest_change)
+    kept = "" if step.action == "give_up" else f"; effective batch still {effective_batch}"
+    return f"hfopt: out of memory at step {seen.step} ({seen.phase}, {samples}{asked}): {did}{kept}" + (f" ({note})" if note else "")
+
+
+def say(line: str) -> None:
+    sys.stderr.write(f"{said(line)}\n")
+    sys.stderr.flush()
+
+
+def log_entry(seen: OomSeen, step: ReplanStep, effective_batch: int) -> dict[str, Any]:
+    """The log's entry, plain data."""
+    return {"seen": asdict(seen), "step": asdict(step), "effective_batch": effective_batch}
+
+
+def write_settings(folder: Path, changes: Mapping[str, Any], why: str) -> None:
+    """The settings that went through, as a small YAML beside the run's own output."""
+    lines = [f"# {why}", *(f"{key}: {json.dumps(value)}" for key, value in changes.items())]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REPLANNED, "\n".join(lines) + "\n")
 
 
 class Fit:
-    def __init__(self, trainer: Any, *, memory: MemoryModel | None, log: record.Sink | None, settings: record.Settings | None) -> None:
+    def __init__(self, trainer: Any, *, memory: MemoryModel | None, log: Sink | None, settings: Settings | None) -> None:
         self._trainer = trainer
         self.memory = memory
         self._log = log
         self._settings = settings
-        self.supervisor: record.Supervisor | None = None
+        self.supervisor: Supervisor | None = None
         self._smallest: int | None = None
 
     @property
@@ -42,7 +135,7 @@ class Fit:
 
     def step_down(self, seen: OomSeen, *, refusal: Refusal | None, lost: str | None, cleared: bool) -> ReplanStep:
         """Decides, tells the user, writes it down."""
-        baseline = device_memory.read(self._trainer.args.device).allocated_bytes
+        baseline = memory_now(self._trainer.args.device).allocated_bytes
         seen = OomSeen(**{**{name: getattr(seen, name) for name in OomSeen.__dataclass_fields__}, "baseline_bytes": baseline})
         step = next_step(
             Situation(
@@ -78,8 +171,8 @@ class Fit:
     def _record(self, seen: OomSeen, step: ReplanStep) -> None:
         drops_out = step.action == "chunk" and self._draws_at_random()
         note = "dropout draws other masks for the pieces" if drops_out else None
-        record.tell(record.sentence(seen, step, self.effective_batch, note))
-        self.log(record.entry(seen, step, self.effective_batch))
+        say(replan_sentence(seen, step, self.effective_batch, note))
+        self.log(log_entry(seen, step, self.effective_batch))
         if step.candidate is None:
             self._end(RunFailure(action="give_up", reason=step.reason, smallest_change=step.smallest_change))
             return
@@ -87,11 +180,11 @@ class Fit:
         why = f"after running out of memory at step {seen.step} ({seen.phase}); the effective batch is still {self.effective_batch}"
         folder = Path(self._trainer.args.output_dir)
         try:
-            (self._settings or functools.partial(record.write_settings, folder))(changes, why)
+            (self._settings or functools.partial(write_settings, folder))(changes, why)
             if self.supervisor is not None:
                 self.supervisor.goes_on_with(NextSettings(changes=changes, why=why))
         except OSError as error:  # a full disk must not end the training
-            record.tell(f"hfopt: the new settings could not be written: {error}")
+            say(f"hfopt: the new settings could not be written: {error}")
         if step.action == "restart":
             self._end(RunFailure(action="restart", reason=step.reason, output_dir=str(folder.resolve()), changes=changes))
 

@@ -1,12 +1,11 @@
 """`protect(trainer)`: when memory runs out, the same step again in smaller pieces, at the same effective batch.
 
-What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last.
-
-The Trainer fetches all micro-batches of an optimizer step before it runs the first (`get_batch_samples`) and runs each with
-`training_step`. Both are wrapped on the trainer object. When a micro-batch fails, the error is let go (its traceback holds the tensors),
-the gradients are dropped, memory is cleared, the random generators are set back to the window's start, and the window is run again from
-its first micro-batch in pieces with the same `num_items_in_batch`. Nothing outside the step notices: the Trainer's counters are changed
-only after `training_step` returns.
+What stands around a Trainer's steps: keeps the window, repeats it when memory ran out, and decides how long smaller pieces last. The
+Trainer fetches all micro-batches of an optimizer step before it runs the first (`get_batch_samples`) and runs each with `training_step`.
+Both are wrapped on the trainer object. When a micro-batch fails, the error is let go (its traceback holds the tensors), the gradients are
+dropped, memory is cleared, the random generators are set back to the window's start, and the window is run again from its first micro-batch
+in pieces with the same `num_items_in_batch`. Nothing outside the step notices: the Trainer's counters are changed only after
+`training_step` returns.
 
 Limits: with dropout the pieces draw other masks than the whole would have. A process that cannot repeat its step (the optimizer had
 begun, FSDP, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last checkpoint.
@@ -25,11 +24,10 @@ import torch
 from hfopt.errors import HfoptError
 from hfopt.facts import oom_errors
 from hfopt.facts.oom_errors import RAISED_AS
-from hfopt.oom import device_memory, evaluation_batches, rank_vote, record, replay, split_batch
+from hfopt.oom import evaluation_batches, next_settings, rank_vote, replay, split_batch
 from hfopt.oom.micro_batch import CannotCut, Pieces
-from hfopt.oom.next_settings import Fit
+from hfopt.oom.next_settings import Fit, Settings, Sink, Supervisor
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
-from hfopt.oom.record import Settings, Sink, Supervisor
 from hfopt.oom.replay import AccumulationWindow, ForwardState
 from hfopt.oom.split_batch import structural_refusal
 from hfopt.oom.step_down import Pace, Refusal, after_window
@@ -199,7 +197,7 @@ class Guard:
         known = oom_errors.recognise(error)
         if known is None:
             return None
-        now = device_memory.read(self._device)
+        now = next_settings.memory_now(self._device)
         inputs = window.batches[window.index]
         size = self.pieces.size(inputs)
         seen = OomSeen(
@@ -224,7 +222,7 @@ class Guard:
     def _decide(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
         model.zero_grad()
-        device_memory.clear(self._device)
+        next_settings.give_memory_back(self._device)
         if isinstance(failure, PeerFailed):
             word = failure.word
         else:
@@ -277,7 +275,7 @@ class Guard:
         self._told = True
         window = self._window
         after_backward = window is not None and window.done and window.step == self.trainer.state.global_step
-        now = device_memory.read(self._device)
+        now = next_settings.memory_now(self._device)
         seen = OomSeen(
             phase="optimizer" if after_backward else "unknown",
             step=self.trainer.state.global_step,
@@ -317,8 +315,8 @@ def protect(
     *,
     plan: Planned | None = None,
     memory: MemoryModel | None = None,
-    log: record.Sink | None = None,
-    settings: record.Settings | None = None,
+    log: next_settings.Sink | None = None,
+    settings: next_settings.Settings | None = None,
     events: Callable[[FallbackEvent], None] | None = None,
     settle_after: int = 3,
     grow_after: int = 100,

@@ -5,16 +5,14 @@ before it is run again; a model that moves them is not run in pieces. Cheap: buf
 that were seen to move (in the first window: all, while they are small) are copied. The Trainer clears the model's gradients after each
 step and no others: weights that a loss brings along may have some when a window begins.
 
-The state of every random generator a training step may draw from, noted and put back.
+The state of every random generator a training step may draw from, noted and put back. It is noted before each step, so it must cost little:
+numpy builds its state number by number, and hardly any step draws from numpy. So the generator's memory is compared first, and the state
+noted before is taken again where nothing was drawn.
 
-It is noted before each step, so it must cost little: numpy builds its state number by number, and hardly any step draws from numpy. So the
-generator's memory is compared first, and the state noted before is taken again where nothing was drawn.
-
-What a Trainer subclass counts for itself while it computes a loss, put back before a step is repeated.
-
-A subclass may count in `compute_loss` (TRL's SFTTrainer: tokens seen, entropy, accuracy). A repeated step would count twice, so the plain
-values it keeps on itself (numbers, strings, and dicts and lists of them) are noted before each micro-batch and restored before the
-repetition. The Trainer itself counts between micro-batches only, so nothing of its own is set back.
+What a Trainer subclass counts for itself while it computes a loss, put back before a step is repeated. A subclass may count in
+`compute_loss` (TRL's SFTTrainer: tokens seen, entropy, accuracy). A repeated step would count twice, so the plain values it keeps on itself
+(numbers, strings, and dicts and lists of them) are noted before each micro-batch and restored before the repetition. The Trainer itself
+counts between micro-batches only, so nothing of its own is set back.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """What may be chosen for this job on this device: kernels and candidates.
 
-Other kernels for the same computation, tried only where the user allows it: attention implementations, and liger's fused loss.
-
-What is offered is what can run on the card and be written into the config. flash_attention_2 is priced as PyTorch's own flash kernel on
-unpadded samples; of liger's kernels only the fused loss is modelled. Both are estimates, and the reason says so.
-
-What may be chosen for this job on this device: the config's own settings as a candidate, and the space around them.
+Other kernels for the same computation, tried only where the user allows it: attention implementations, and liger's fused loss. What is
+offered is what can run on the card and be written into the config. flash_attention_2 is priced as PyTorch's own flash kernel on unpadded
+samples; of liger's kernels only the fused loss is modelled. Both are estimates, and the reason says so.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from hfopt.facts.training_keys import installed
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
 from hfopt.planner.compiled import COMPILE, why_not_compiled
-from hfopt.planner.grpo import batch_rule
+from hfopt.planner.grpo import batch_rule, check_groups
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.planner.target import TargetDevice
@@ -165,6 +162,7 @@ def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: 
     kept = job.fixed
     effective = request.effective_batch or job.effective_batch
     trades = "accumulation" in request.allow or effective != job.effective_batch
+    check_groups(job, effective)
     rule = batch_rule(job)
     pinned = not trades and (workload.batch_dependent_loss is not None or rule.keeps_pair)
     fused = "optim" in request.allow and "optim" not in kept and job.settings.optim == "adamw_torch"

@@ -16,12 +16,12 @@ from hfopt.facts.training_keys import NEW_SPELLINGS
 from hfopt.hardware.installed_software import missing_kernels
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
-from hfopt.planner.chart_points import charts
 from hfopt.planner.choices import attention_choices, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.compiled import compile_note, compile_reason
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
 from hfopt.planner.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
+from hfopt.planner.memory_table import charts
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
@@ -137,6 +137,7 @@ def concluded(course: PlanningOutcome) -> Plan:
     winner, winner_time = result.winner
     before, after = _before_and_after(course, course.feeding)
     changes = _changes(course, before, after)
+    of_the_file = tuple(dict.fromkeys(_about_the_file(course)))
     facts = PlanFacts(
         job=subject.job,
         hardware=subject.hardware,
@@ -153,7 +154,8 @@ def concluded(course: PlanningOutcome) -> Plan:
         neutrality=course.neutrality,
         assumed=_assumed(course),
         warnings=_warnings(course),
-        notes=tuple(dict.fromkeys((*_notes(course), *_failures(course)))),
+        notes=tuple(dict.fromkeys((*course.device.notes, *of_the_file, *_notes(course), *_failures(course)))),
+        about_the_file=of_the_file,
         weights_dtype=subject.workload.weights_dtype,
         phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
         repairs=subject.repairs,
@@ -286,14 +288,19 @@ def _attention(course: PlanningOutcome) -> dict[str, str]:
     return {} if stated is None else {"attn_implementation": stated}
 
 
-def _notes(course: PlanningOutcome) -> Iterator[str]:
-    subject, request = course.subject, course.request
-    yield from course.device.notes
+def _about_the_file(course: PlanningOutcome) -> Iterator[str]:
+    """What the config sets and the figures do not show, or show by something close: nobody should have to ask for it."""
+    subject = course.subject
     yield from subject.notes
-    if (dependent := subject.workload.batch_dependent_loss) is not None:
-        yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
     yield from unseen(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
+    yield from subject.job.model.notes
+
+
+def _notes(course: PlanningOutcome) -> Iterator[str]:
+    subject, request = course.subject, course.request
+    if (dependent := subject.workload.batch_dependent_loss) is not None:
+        yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
     yield from compile_note(subject, course.device.gpu)
     yield from batch_rule(subject.job).notes
     yield from _shapes(course)

@@ -1,14 +1,9 @@
 """Several devices: the engines that share one model, the cheapest that fits, and the command that starts it.
 
-The exact command that starts a planned config on several devices; the script's name is the user's.
-
-The engines that let several devices share one model: what each writes into the config, in the order they are tried.
-
-DDP repeats the model on each device, so it is tried first and taken when it fits. FSDP2 shards weights, gradients and optimizer states;
-it comes with torch. ZeRO-2 shards gradients and states, ZeRO-3 weights too; they need DeepSpeed. Offloading to the host's memory is slow
-and comes last.
-
-Several devices: the cheapest engine that fits, with the reason each other one was not taken, and the command that starts the result.
+The exact command that starts a planned config on several devices; the script's name is the user's. The engines that let several devices
+share one model: what each writes into the config, in the order they are tried. DDP repeats the model on each device, so it is tried first
+and taken when it fits. FSDP2 shards weights, gradients and optimizer states; it comes with torch. ZeRO-2 shards gradients and states,
+ZeRO-3 weights too; they need DeepSpeed. Offloading to the host's memory is slow and comes last.
 
 Each engine is a plan of its own (same search, memory from its own sharded trace). DDP is taken when it fits. Else FSDP2, which comes with
 torch; what sends less (kept weights, ZeRO-2) is tried where communication holds it back, and an installed DeepSpeed's ZeRO-3 where it

@@ -1,13 +1,10 @@
 """GRPO and RLOO: what they demand of their batches, what generation holds, and the share of the card that a colocated vLLM takes.
 
-What a trainer demands of its batches, beside their product: GRPO's groups and what it generates at once.
-
-What GRPO's generation holds beside the training, and whether it fits: every completion of a generation batch is written at once.
-
-    cache  = 2 (keys and values) × layers × key-value heads × head size × tokens × completions, in the type of the weights: rotary
-             positions leave keys in it under autocast too, and values are joined to what is cached in the type of the keys
-    logits = vocabulary × completions × 3 in float32: the last token's logits, scores and probabilities live through the next pass
-    copies = what autocast makes of float32 weights, for the length of a forward pass
+What a trainer demands of its batches, beside their product: GRPO's groups and what it generates at once. What GRPO's generation holds
+beside the training, and whether it fits: every completion of a generation batch is written at once. cache = 2 (keys and values) × layers ×
+key-value heads × head size × tokens × completions, in the type of the weights: rotary positions leave keys in it under autocast too, and
+values are joined to what is cached in the type of the keys logits = vocabulary × completions × 3 in float32: the last token's logits,
+scores and probabilities live through the next pass copies = what autocast makes of float32 weights, for the length of a forward pass
 
 It lives while nothing of the backward does, so it is held against what stays (weights, optimizer state, the context), not against the
 step's peak. No candidate changes it: the generation batch is the user's.
@@ -23,6 +20,7 @@ taken to be as long as the longest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +29,7 @@ from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.request import Subject
+from hfopt.planner.space import divisors
 from hfopt.schema import GENERATING, Assumption, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
 from hfopt.units import GIB, MIB, format_bytes
 
@@ -63,6 +62,31 @@ def batch_rule(job: TrainJob) -> BatchRule:
     if rollout.steps is not None:
         return BatchRule(divides=completions_at_once(job))
     return BatchRule(multiple=group_size(job) if _old_trl() else 1)
+
+
+def check_groups(job: TrainJob, effective_batch: int) -> None:
+    """A generation batch that is no whole number of groups is refused: no batch size that keeps it would be accepted by TRL."""
+    rollout, group = job.settings.rollout, group_size(job)
+    if job.trainer not in GENERATING or not job.uses_trl or _old_trl():
+        return
+    by_steps = job.per_device_batch * rollout.steps * job.world_size if rollout.steps is not None else effective_batch
+    total = rollout.batch or by_steps
+    if total % group == 0:
+        return
+    per_device = max(1, total // job.world_size)
+    others = [number for number in divisors(total) if number > 1]
+    near = sorted(sorted(others, key=lambda number: abs(number - group))[:2])
+    ways = [f"num_generations: {' or '.join(map(str, near))}"] if near else []
+    if rollout.batch is not None:
+        ways.append(f"generation_batch_size: {-(-total // group) * group}")
+    else:
+        ways.append(f"--num-gpus {job.world_size * group // math.gcd(per_device * job.world_size, group)}")
+        ways += [f"--effective-batch {-(-total // group) * group}"] if rollout.steps is None else []
+    raise ConfigError(
+        f"num_generations {group}: the {total} completions that {job.trainer} generates at once on {job.world_size} device(s) are no whole "
+        "number of groups, so TRL refuses to start with any batch size that keeps them",
+        hint=f"one of these would do: {', '.join(ways)}",
+    )
 
 
 def steps_change(job: TrainJob, batch: int) -> tuple[tuple[str, int, str], ...]:

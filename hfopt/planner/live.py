@@ -1,14 +1,9 @@
 """Planning from Python: a Trainer, or TrainingArguments with a model; what it does not let a plan change.
 
-What a live Trainer does not let a plan change, and what its data does not; each with the words that say so.
-
-The device a live Trainer already sits on: its own card, with what its process holds there counted as free again.
-
-A plan says what a whole training process needs, weights and CUDA context included. The live process has taken part of that already, so
-free + reserved + context is what it can have; tensors that are not the trained model's (a reference model, the user's own) stay and are
-taken off.
-
-Planning from Python: a Trainer, or a TrainingArguments with a model or a model id, becomes the same subject a YAML does.
+What a live Trainer does not let a plan change, and what its data does not; each with the words that say so. The device a live Trainer
+already sits on: its own card, with what its process holds there counted as free again. A plan says what a whole training process needs,
+weights and CUDA context included. The live process has taken part of that already, so free + reserved + context is what it can have;
+tensors that are not the trained model's (a reference model, the user's own) stay and are taken off.
 """
 
 from __future__ import annotations

@@ -1,20 +1,17 @@
 """Which candidates fit, and which of them is fastest: best-first, so that only what could win is traced.
 
-The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less.
+The order of the candidates: predicted time per effective batch; where two are as good as equal, the one that risks less. Times within `TIE`
+of the group's best are equal: no roofline is finer than that. Among equals: the config's own settings, for a change is made for a gain;
+else its own batch, for a larger one takes memory; else fewer accumulation steps (and with them the batch is said), no checkpointing, the
+checkpointing and the precision the user has.
 
-Times within `TIE` of the group's best are equal: no roofline is finer than that. Among equals: the config's own settings, for a change is
-made for a gain; else its own batch, for a larger one takes memory; else fewer accumulation steps (and with them the batch is said), no
-checkpointing, the checkpointing and the precision the user has.
+Which candidates fit: each is held against the largest batch its memory curve allows, and a rejected one keeps its reason. The curve answers
+once per setting (precision, checkpointing, ...), not once per candidate, so a hundred times the candidates cost the same.
 
-Which candidates fit: each is held against the largest batch its memory curve allows, and a rejected one keeps its reason.
-
-The curve answers once per setting (precision, checkpointing, ...), not once per candidate, so a hundred times the candidates cost the same.
-
-Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front.
-
-A candidate waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back;
-at the front again it is held against its settings' largest batch. What surely does not fit is never priced. The first that fits is the
-best; everything whose bound lies above it, ties included, is left unpriced. With true bounds the answer is that of an exhaustive search.
+Best-first search that traces only what could win: cheap lower bounds first, exact prices when a candidate comes to the front. A candidate
+waits in a heap under a lower bound of its step time. At the front it is priced exactly (which may cost a trace) and goes back; at the front
+again it is held against its settings' largest batch. What surely does not fit is never priced. The first that fits is the best; everything
+whose bound lies above it, ties included, is left unpriced. With true bounds the answer is that of an exhaustive search.
 
 What a batch reserves does not always grow with it, so that the winner is asked once more, for its own batch; one that does not fit is left
 out and the search made again, with all prices at hand.

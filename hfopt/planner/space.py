@@ -1,9 +1,8 @@
 """The search space: every way to make the same effective batch, in every precision the card and the model allow.
 
-Which precisions may be tried on a card for a model, and why the others may not.
-
-bf16 and tf32 need compute capability 8.0. fp16 pays on 7.x, where tensor cores know nothing else; before that it only saves memory, and
-from 8.0 on bf16 is as fast and cannot overflow, so fp16 stays only where the user already has it. What the user has is always tried.
+Which precisions may be tried on a card for a model, and why the others may not. bf16 and tf32 need compute capability 8.0. fp16 pays on
+7.x, where tensor cores know nothing else; before that it only saves memory, and from 8.0 on bf16 is as fast and cannot overflow, so fp16
+stays only where the user already has it. What the user has is always tried.
 
 The effective batch is a law: per-device batch × accumulation × world is the same for every candidate, so only exact divisors appear.
 """

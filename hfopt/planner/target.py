@@ -1,11 +1,10 @@
 """The device that is planned for, and what the other devices of its world mean for it.
 
-What the other devices mean for one of them: the engine that shares the model, the bytes it sends, the link they go over.
-
-Volumes per device, for P parameters and G trained ones in the dtype they are sent in, over N ranks (a ring sends (N-1)/N of each):
-DDP 2·G per step (all-reduce). FSDP2 and ZeRO-3 gather P in forward and again in backward and scatter G, in every micro-batch; without
-resharding after the forward, P once. ZeRO-2 scatters G in every micro-batch and gathers G's weights once per step.
-Several nodes form one ring: its slowest link is the network of a node, which all its cards share in turn.
+What the other devices mean for one of them: the engine that shares the model, the bytes it sends, the link they go over. Volumes per
+device, for P parameters and G trained ones in the dtype they are sent in, over N ranks (a ring sends (N-1)/N of each): DDP 2·G per step
+(all-reduce). FSDP2 and ZeRO-3 gather P in forward and again in backward and scatter G, in every micro-batch; without resharding after the
+forward, P once. ZeRO-2 scatters G in every micro-batch and gathers G's weights once per step. Several nodes form one ring: its slowest link
+is the network of a node, which all its cards share in turn.
 
 The device that is planned for: its speed, what may be used of its memory, and what can be tried on it.
 """

@@ -2,13 +2,10 @@
 
 Only the virtual GPU's: a real device is measured anew, whatever was measured on it before.
 
-The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide.
-
-On a card one trial is enough: its speed is well predicted and its memory is what must be sure. On the CPU speeds depend on caches that no
-roofline knows: the predicted best and the config's own settings are timed, then the neighbouring batch sizes of whichever is faster, until
-none of them is. Other processes disturb: the two fastest, where they are close, are timed once more, and the better run of each counts.
-
-The winner is tried, and what was measured corrects the curve for this job: where that moves a limit, the search is asked again.
+The winner is tried on the device: an out-of-memory error sends the next that needs less; on the CPU measured times decide. On a card one
+trial is enough: its speed is well predicted and its memory is what must be sure. On the CPU speeds depend on caches that no roofline knows:
+the predicted best and the config's own settings are timed, then the neighbouring batch sizes of whichever is faster, until none of them is.
+Other processes disturb: the two fastest, where they are close, are timed once more, and the better run of each counts.
 
 A measured peak above the budget rules the winner out although it ran; one below what was predicted may let a larger batch in, which is
 then tried as well.

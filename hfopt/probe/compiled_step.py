@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat.inductor_patches import ENVIRONMENT
+from hfopt.compat.torch_patches import ENVIRONMENT
 from hfopt.errors import DryRunError, VirtualGpuError
 from hfopt.memory.layer_extrapolation import deeper_ops, share_of, traced_depths
 from hfopt.memory.phase_curve import CompiledRun, phase_curve
@@ -31,10 +31,9 @@ from hfopt.probe.dry_run import child_environment
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, CompiledStep, Gpu, OpCost, StepSettings, TrainJob, Workload
-from hfopt.trace.allocator_history import Moment, trace_of
-from hfopt.trace.events import Trace
+from hfopt.trace.events import Moment, Trace, trace_of
 from hfopt.units import GIB, format_seconds
-from hfopt.virtual import compile_tools
+from hfopt.virtual import build
 from hfopt.virtual.build import find_toolchain
 
 DEPTHS = (2, 3)
@@ -78,7 +77,7 @@ def why_not(gpu: Gpu | None) -> str | None:
     if gpu is None or gpu.vendor != "nvidia" or gpu.capability is None:
         return "torch.compile is looked at for NVIDIA cards only"
     try:
-        return compile_tools.missing(find_toolchain().torch)
+        return build.missing(find_toolchain().torch)
     except VirtualGpuError as error:
         return str(error)
 

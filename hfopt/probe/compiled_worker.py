@@ -25,7 +25,7 @@ import torch
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.compat.inductor_patches import FusedKernel, compilations, forget_compiled, kernels_unmade
+from hfopt.compat.torch_patches import FusedKernel, compilations, forget_compiled, kernels_unmade
 from hfopt.errors import HfoptError
 from hfopt.model.from_config import from_job
 from hfopt.probe.compiled_step import CompileOrder

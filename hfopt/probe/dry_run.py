@@ -1,8 +1,7 @@
 """A few real optimizer steps of one candidate in a child process, with arguments that write nothing.
 
-The TrainingArguments of a dry run: what the job and the candidate say about a step, and nothing that writes, reports or lasts.
-
-Pure: takes the names of the installed TrainingArguments' fields, so that it fits every version of transformers.
+The TrainingArguments of a dry run: what the job and the candidate say about a step, and nothing that writes, reports or lasts. Pure: takes
+the names of the installed TrainingArguments' fields, so that it fits every version of transformers.
 
 The device is the real card, the CPU, or the virtual GPU for a card that is not here. The child cannot hurt the caller: it has a time
 limit, its own memory, and a guard that ends it with everything it started.

@@ -1,8 +1,7 @@
 """Does trading batch for accumulation leave the gradients alone? Real steps of a tiny model of the same class answer.
 
-A tiny configuration of the same architecture: what its class does stays, what it costs goes.
-
-Sizes shrink by the names configs use for them; dropout goes to zero, so that two runs can be compared. Sub-configs shrink likewise.
+A tiny configuration of the same architecture: what its class does stays, what it costs goes. Sizes shrink by the names configs use for
+them; dropout goes to zero, so that two runs can be compared. Sub-configs shrink likewise.
 
 The real Trainer takes one step of n samples as n × 1 and as (n/k) × k on a tiny copy of the architecture; the gradients should be equal.
 For many heads they are k times as large: the Trainer leaves the division by k to a model whose forward takes **kwargs, and the head

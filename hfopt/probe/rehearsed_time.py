@@ -19,8 +19,7 @@ from hfopt.schema import Gpu, OpCost, Precision, RehearsedPhase, RehearsedTime, 
 from hfopt.speed.device_speed import HostCost, Speed, speed_of
 from hfopt.speed.launch_timeline import IssuedEvent, LaidOutStep, lay_out
 from hfopt.speed.step_time import StepTimer
-from hfopt.virtual.launch_cost import Issue, grouped, issues
-from hfopt.virtual.launch_journal import OUTSIDE, ProcessJournal, RecordedStep, fetch_seconds, read_journal
+from hfopt.virtual.launch_cost import OUTSIDE, Issue, ProcessJournal, RecordedStep, fetch_seconds, grouped, issues, read_journal
 
 PHASES = ("data", "forward", "backward", "optimizer", "between")
 LAUNCHING = ("forward", "backward", "optimizer")

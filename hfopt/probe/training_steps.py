@@ -1,8 +1,7 @@
 """Real optimizer steps of one candidate by the real Trainer, measured.
 
-What a dry run measures: the device's peak memory, the time of a step, the wait for its data.
-
-Real optimizer steps of one candidate by the real Trainer on the longest batches, then an evaluation of a batch or two, measured.
+What a dry run measures: the device's peak memory, the time of a step, the wait for its data. Real optimizer steps of one candidate by the
+real Trainer on the longest batches, then an evaluation of a batch or two, measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The plan on one screen, and as one small table for notebooks: verdict, assumptions, warnings, changes with reasons, speed and memory.
 
 Every line is a (style, text) pair of at most 100 columns, so that a terminal can colour it and a file gets the bare words.
-Runners-up, rejected settings, the parts of the memory and the notes are in `detail_lines`, which `--verbose` adds.
+Notes about the config's own keys are on it; runners-up, rejected settings, the parts of the memory and all other notes are in
+`detail_lines`, which `--verbose` adds.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def plan_lines(facts: PlanFacts, *, verbose: bool = False, file: str | None = No
     yield from _changes(facts.changed_lines)
     yield from wrapped("plain", f"Speed    {_speed(facts)}", indent=9)
     yield from wrapped("plain", f"Memory   {_memory(facts)}", indent=9)
+    for note in facts.about_the_file:
+        yield from wrapped("plain", f"Note     {note}", indent=9)
     for item in facts.advice:
         yield from wrapped("plain", f"Advice   {item.title}" + (f": {item.flag}" if item.flag else ""), indent=9)
     yield from wrapped("good", f"Use it   {use_words(facts, file)}", indent=9)
@@ -181,10 +184,11 @@ def use_words(facts: PlanFacts, file: str | None) -> str:
 
 
 def _hidden(facts: PlanFacts) -> str:
+    others = len(facts.notes) - len(facts.about_the_file)
     counts = (
         (len(facts.alternatives), "runner-up" if len(facts.alternatives) == 1 else "runners-up"),
         (len(facts.rejected), "rejected"),
-        (len(facts.notes), "note" if len(facts.notes) == 1 else "notes"),
+        (others, "note" if others == 1 else "notes"),
     )
     return ", ".join(f"{count} {what}" for count, what in counts if count)
 

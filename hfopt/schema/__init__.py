@@ -5,7 +5,6 @@ A stage takes some of these and returns others; none of them does I/O. Unknown i
 
 from __future__ import annotations
 
-from hfopt.schema.evaluation import EvaluationPeak, EvaluationSettings, GenerationSettings, MemoryTable
 from hfopt.schema.hardware import Gpu, Hardware, Host
 from hfopt.schema.job import (
     ALLOWABLE,
@@ -25,7 +24,6 @@ from hfopt.schema.job import (
     TrainerKind,
     TrainJob,
 )
-from hfopt.schema.oom_reports import Explanation, FittingChange, MemoryFigures, OomCause, OomPhase, OomReport, ReplayedOom
 from hfopt.schema.plan_facts import (
     Advice,
     BatchPoint,
@@ -39,6 +37,7 @@ from hfopt.schema.plan_facts import (
     RunView,
     TimelinePoint,
 )
+from hfopt.schema.run_outputs import Explanation, FittingChange, MemoryFigures, OomCause, OomPhase, OomReport, ReplayedOom
 from hfopt.schema.run_records import (
     Batches,
     Cause,
@@ -75,7 +74,17 @@ from hfopt.schema.step_cost import (
     StepTime,
     ZeroSizes,
 )
-from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
+from hfopt.schema.trainer_settings import (
+    EngineSettings,
+    EvaluationArguments,
+    EvaluationPeak,
+    EvaluationSettings,
+    GenerationSettings,
+    LoaderSettings,
+    MemoryTable,
+    RolloutSettings,
+    TrainerSettings,
+)
 from hfopt.schema.trial import (
     REHEARSED_MICRO_BATCHES,
     Candidate,

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
-from hfopt.schema.evaluation import EvaluationPeak
 from hfopt.schema.job import Assumption, Change, DataSpec, ModelSpec, Place, Precision, TrainerKind
-from hfopt.schema.oom_reports import FittingChange, OomCause, OomPhase, ReplayedOom
 from hfopt.schema.plan_facts import Advice, EngineChoice
+from hfopt.schema.run_outputs import FittingChange, OomCause, OomPhase, ReplayedOom
 from hfopt.schema.step_cost import Breakdown, EngineName, MemoryPhase
+from hfopt.schema.trainer_settings import EvaluationPeak
 from hfopt.schema.trial import Candidate
 
 # ---------------------------------------------------------------------------------------------------------------- errors

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hfopt.schema.evaluation import EvaluationPeak
 from hfopt.schema.hardware import Hardware
 from hfopt.schema.job import Assumption, Change, TrainJob
 from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, MemoryPhase, StepTime
+from hfopt.schema.trainer_settings import EvaluationPeak
 from hfopt.schema.trial import Candidate, Correction, Neutrality, Priced, Rejection, Trial
 
 
@@ -157,6 +157,7 @@ class PlanFacts:
     assumed: tuple[Assumption, ...] = ()
     warnings: tuple[str, ...] = ()  # said first, and to who asked for quiet too: this trains otherwise than it seems
     notes: tuple[str, ...] = ()
+    about_the_file: tuple[str, ...] = ()  # those of the notes that are about keys of the config: shown with every report
     engine: EngineChoice | None = None  # None: one device
     phases: tuple[MemoryPhase, ...] = ()  # of a step that generates with vLLM on the same card
     weights_dtype: str | None = None  # what the weights are stored in while training; None is float32 or unknown

@@ -48,7 +48,7 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 def _protect(trainer_module: ModuleType) -> None:
-    from hfopt.launch.trainer_hooks import install
+    from hfopt.launch.attach import install
 
     install(trainer_module.Trainer)
 

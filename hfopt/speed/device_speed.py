@@ -23,11 +23,10 @@ value the step-time model reads.
 
 `speed_of` needs the card's facts (bandwidth, SMs, dense peaks); a card the catalog does not know has no speed, and None says so.
 
-The speed of this CPU, measured in a fraction of a second: a matmul, a large copy, and many tiny operations.
-
-On the CPU host and device are one, so launching and computing add up. The matmul gives the arithmetic rate, the copy the bandwidth, the
-tiny operations what every operation costs besides. Known limits: clocks and caches shift from run to run, and other processes
-take their share, so ratios between settings hold better than rates.
+The speed of this CPU, measured in a fraction of a second: a matmul, a large copy, and many tiny operations. On the CPU host and device are
+one, so launching and computing add up. The matmul gives the arithmetic rate, the copy the bandwidth, the tiny operations what every
+operation costs besides. Known limits: clocks and caches shift from run to run, and other processes take their share, so ratios between
+settings hold better than rates.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """What CUDA kernels take besides their outputs: the steps of each operation's allocations and their sizes.
 
-The CTC loss on CUDA: its second output is as wide as the longest target, which only the targets' values tell.
-
-Mirrors ATen/native/cuda/LossCTC.cu. log_alpha is [batch, frames, 2 × longest target + 1]; backward takes a second one for log_beta.
-cuDNN's kernel is left out: it wants int32 targets, transformers has int64 ones and switches cuDNN off around the loss.
-
-What CUDA kernels take besides their outputs, and in which order: the part of memory the dispatcher never shows.
+The CTC loss on CUDA: its second output is as wide as the longest target, which only the targets' values tell. Mirrors
+ATen/native/cuda/LossCTC.cu. log_alpha is [batch, frames, 2 × longest target + 1]; backward takes a second one for log_beta. cuDNN's kernel
+is left out: it wants int32 targets, transformers has int64 ones and switches cuDNN off around the loss.
 
 Each rule mirrors one C++ file of PyTorch. An operation's allocations are a list of steps: an output tensor, an output whose size is
 not the CPU's (`SizedTemporary`), a `Formula` for a temporary that is returned when the operation ends, or the number of a temporary

@@ -1,14 +1,12 @@
 """CUDA's autocast lists, and all of CUDA's choices put into a trace on CPU tensors.
 
-CUDA's autocast lists on the CPU's autocast key: what runs in half precision, what in float32.
+CUDA's autocast lists on the CPU's autocast key: what runs in half precision, what in float32. Mirrors ATen/autocast_mode.h. The
+lower-precision list of the CPU is kept where both agree; what only the CPU lists becomes a plain call, what only CUDA lists is added. Which
+operations CUDA lists at all is asked of the dispatcher itself, so a new version's additions are seen.
 
-Mirrors ATen/autocast_mode.h. The lower-precision list of the CPU is kept where both agree; what only the CPU lists becomes a plain call,
-what only CUDA lists is added. Which operations CUDA lists at all is asked of the dispatcher itself, so a new version's additions are seen.
-
-CUDA's choices put into a trace on CPU tensors: scoped overrides of the operations that do something else there.
-
-The overrides sit on AutogradCPU (composite operations that pick a kernel by device) and AutocastCPU (the casting lists). They are
-library registrations and not a function mode, so they also hold when checkpointing recomputes a layer inside backward.
+CUDA's choices put into a trace on CPU tensors: scoped overrides of the operations that do something else there. The overrides sit on
+AutogradCPU (composite operations that pick a kernel by device) and AutocastCPU (the casting lists). They are library registrations and not
+a function mode, so they also hold when checkpointing recomputes a layer inside backward.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """FSDP2 on fake tensors: torch's own `fully_shard` in a world that is not there, recorded as one rank.
 
-A process group of N ranks that is not there: collectives return at once, so one process can stand for rank 0 of any world.
+A process group of N ranks that is not there: collectives return at once, so one process can stand for rank 0 of any world. torch's "fake"
+backend allocates what a real one would and moves nothing. A group that is already up is set aside meanwhile.
 
-torch's "fake" backend allocates what a real one would and moves nothing. A group that is already up is set aside meanwhile.
-
-FSDP2 as accelerate sets it up, on fake tensors: accelerate's own wrapping code around torch's own `fully_shard`.
-
-What a rank takes then comes out of the trace: its shard of the weights, the units gathered in forward and backward with the next one
-prefetched, the buffers of all-gather and reduce-scatter on their own streams, its shard of the gradients and of the optimizer state.
-Gathered units come and go by resizing their storage, which no dispatch mode sees; `resizes_seen` tells the recorder.
+FSDP2 as accelerate sets it up, on fake tensors: accelerate's own wrapping code around torch's own `fully_shard`. What a rank takes then
+comes out of the trace: its shard of the weights, the units gathered in forward and backward with the next one prefetched, the buffers of
+all-gather and reduce-scatter on their own streams, its shard of the gradients and of the optimizer state. Gathered units come and go by
+resizing their storage, which no dispatch mode sees; `resizes_seen` tells the recorder.
 
 Known limits: the copies to the card of offloaded shards are not counted (a unit's shard each); collectives' own buffers (NCCL) belong to
 the context.
 
-The recorder of one rank: sees through DTensors to this rank's part, follows resized storages, and notes the stream of each block.
-
-A caching allocator keeps the blocks of each CUDA stream apart, so what FSDP gathers on its own streams is not shared with the rest.
+The recorder of one rank: sees through DTensors to this rank's part, follows resized storages, and notes the stream of each block. A caching
+allocator keeps the blocks of each CUDA stream apart, so what FSDP gathers on its own streams is not shared with the rest.
 """
 
 from __future__ import annotations

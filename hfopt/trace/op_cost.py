@@ -1,7 +1,6 @@
 """What one dispatched operation costs a GPU, and the kernels of a step grouped by equal cost.
 
 What one dispatched aten op costs a GPU: floating point operations, bytes moved through memory, its kind and, for a matmul, its shape.
-
 `cost` is pure: it looks at shapes, strides and dtypes only, so fake tensors do. It answers for one *kernel* and says how many the op takes
 (`launches`: the multi-tensor kernels of the optimizer take several). None means no kernel runs: views, empty allocations, aliases.
 

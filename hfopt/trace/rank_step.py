@@ -1,7 +1,5 @@
 """The Trainer's step on one rank of several, and the tracer for one device or one rank.
 
-The Trainer's step on one rank of several: what DistributedDataParallel and FSDP2 do besides it.
-
 DDP (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp): gradients are copied into buckets that live as long as the
 model. Until the first backward has shown the order, all parameters of a dtype share one bucket; then they are cut into buckets of 25 MiB,
 the first of 1 MiB. The Trainer leaves `gradient_as_bucket_view` off, so gradients stand beside their buckets.

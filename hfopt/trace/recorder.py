@@ -1,13 +1,11 @@
 """Records what a step allocates, and which module each operation belongs to.
 
-Which module an operation belongs to, in forward and in backward, so that the peak can be named.
+Which module an operation belongs to, in forward and in backward, so that the peak can be named. Forward hooks keep the current module. In
+backward the running autograd node's sequence number tells in which module's forward it was made.
 
-Forward hooks keep the current module. In backward the running autograd node's sequence number tells in which module's forward it was made.
-
-Records what a step allocates: one dispatch mode over fake tensors, every storage's birth and death in the order CUDA would see them.
-
-The step runs on fake CPU tensors (shapes only, no data). Each operation's outputs become blocks when their storage is first seen; a
-weak reference on the storage tells when it is freed. What a CUDA kernel takes besides its outputs, and in which order, comes from
+Records what a step allocates: one dispatch mode over fake tensors, every storage's birth and death in the order CUDA would see them. The
+step runs on fake CPU tensors (shapes only, no data). Each operation's outputs become blocks when their storage is first seen; a weak
+reference on the storage tells when it is freed. What a CUDA kernel takes besides its outputs, and in which order, comes from
 `inner_temporaries`. Values that steer the model (`mask.all()`) come from `values`.
 
 Known limits: garbage collection is off while recording, so reference cycles in the model free their tensors late; tensors that a real

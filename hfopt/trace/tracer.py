@@ -1,10 +1,8 @@
 """One model on fake tensors, prepared as the Trainer prepares it and ready to be stepped.
 
-The model as the Trainer prepares it: attention implementation, checkpointing and training mode put in when it is built.
-
-One model on fake tensors, ready to be stepped: builds it without weights, moves it as `.to("cuda")` would, records what a script does.
-
-A script is a callable that runs steps on the session; `trainer_step` holds the Trainer's, a benchmark may bring its own loop.
+The model as the Trainer prepares it: attention implementation, checkpointing and training mode put in when it is built. One model on fake
+tensors, ready to be stepped: builds it without weights, moves it as `.to("cuda")` would, records what a script does. A script is a callable
+that runs steps on the session; `trainer_step` holds the Trainer's, a benchmark may bring its own loop.
 """
 
 from __future__ import annotations

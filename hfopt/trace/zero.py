@@ -1,22 +1,19 @@
 """DeepSpeed's ZeRO by stated rules on the traced step: what all stages share, and stages 1 and 2.
 
-Who owns which gradient under ZeRO-2: each group's weights lie one after the other in a flat tensor that is cut into equal parts.
+Who owns which gradient under ZeRO-2: each group's weights lie one after the other in a flat tensor that is cut into equal parts. A weight
+may cross a border, and its gradient is then kept whole by both neighbours (stage_1_and_2.py, `copy_grads_in_partition`).
 
-A weight may cross a border, and its gradient is then kept whole by both neighbours (stage_1_and_2.py, `copy_grads_in_partition`).
-
-ZeRO by stated rules on the traced step: DeepSpeed does not run on fake tensors, so what it allocates is put in where it would.
-
-Both stages (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py; read at 0.19): the model computes in the mixed precision's dtype without
-autocast; each rank keeps 1/N of the trained weights in float32, with the optimizer's states beside; a gradient is copied into a bucket of
+ZeRO by stated rules on the traced step: DeepSpeed does not run on fake tensors, so what it allocates is put in where it would. Both stages
+(deepspeed/runtime/zero/stage_1_and_2.py, stage3.py; read at 0.19): the model computes in the mixed precision's dtype without autocast; each
+rank keeps 1/N of the trained weights in float32, with the optimizer's states beside; a gradient is copied into a bucket of
 `reduce_bucket_size` elements as soon as it is whole (one larger than the bucket waits for the next reduction) and only this rank's part
 stays; the update runs group by group on flat tensors, with this group's gradients in float32.
 
 Offloaded states are updated on the host and not counted; each gradient is copied there as soon as it is reduced.
 
-ZeRO-1 and 2: weights whole, in one flat tensor per parameter group; buckets live during the backward, two of them with `overlap_comm`.
-
-That the weights are there twice while they are flattened is left out: DeepSpeed does it on the host where the card is too small, and
-empties the cache. With offloading one buffer of the largest weight stays on the card. The rank is the fullest: shares end inside weights.
+ZeRO-1 and 2: weights whole, in one flat tensor per parameter group; buckets live during the backward, two of them with `overlap_comm`. That
+the weights are there twice while they are flattened is left out: DeepSpeed does it on the host where the card is too small, and empties the
+cache. With offloading one buffer of the largest weight stays on the card. The rank is the fullest: shares end inside weights.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """DeepSpeed's ZeRO-3 by stated rules: weights that are gathered and given back module by module.
 
-ZeRO-3's linear layers: DeepSpeed puts a function of its own in the place of `torch.nn.functional.linear`.
+ZeRO-3's linear layers: DeepSpeed puts a function of its own in the place of `torch.nn.functional.linear`. It
+(deepspeed/runtime/zero/linear.py) keeps the input for the backward whether the weight trains or not, where torch keeps it only for a weight
+that does: under LoRA each frozen layer's input stays.
 
-It (deepspeed/runtime/zero/linear.py) keeps the input for the backward whether the weight trains or not, where torch keeps it only for
-a weight that does: under LoRA each frozen layer's input stays.
-
-ZeRO-3's gathering of weights, module by module (deepspeed/runtime/zero/partitioned_param_coordinator.py).
-
-Before a module runs, its own weights are gathered, and then, in the order of the step before, the next ones up to `prefetch_bucket`
-elements as long as fewer than `max_live` are there. After it ran they are released, unless one of the next modules within
-`max_reuse_distance` elements uses them again. Weights below `persistence_threshold` elements are never partitioned.
-Several weights gathered at once arrive in one flat tensor for each dtype; when the first of them is used, all are copied out, and the
-flat tensors stay until the last of them is used.
-The first micro-batch of a run only learns the order: nothing is gathered ahead, nothing kept for later.
-With `overlap_comm` all of this belongs to a stream of its own.
+ZeRO-3's gathering of weights, module by module (deepspeed/runtime/zero/partitioned_param_coordinator.py). Before a module runs, its own
+weights are gathered, and then, in the order of the step before, the next ones up to `prefetch_bucket` elements as long as fewer than
+`max_live` are there. After it ran they are released, unless one of the next modules within `max_reuse_distance` elements uses them again.
+Weights below `persistence_threshold` elements are never partitioned. Several weights gathered at once arrive in one flat tensor for each
+dtype; when the first of them is used, all are copied out, and the flat tensors stay until the last of them is used. The first micro-batch
+of a run only learns the order: nothing is gathered ahead, nothing kept for later. With `overlap_comm` all of this belongs to a stream of
+its own.
 
 Known limit: in the backward a module's weights are released when the next module's are asked for.
 

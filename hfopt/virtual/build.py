@@ -1,8 +1,10 @@
-"""Compiles the virtual GPU once per torch build and source version, into the user's cache folder.
+"""Compiles the virtual GPU once per torch build and source version, into the user's cache folder, and finds what its compiler needs.
 
-What the virtual GPU is built from: one environment's torch, its CUDA headers, and a C compiler.
+Nothing is imported: the files are looked at. What Inductor and Triton make there stays in a cache of its own, because the times of a card
+that computes nothing must not choose kernels for one that does.
 
-Nothing here imports torch: its version and libraries are read from the files, so the check costs milliseconds.
+What the virtual GPU is built from: one environment's torch, its CUDA headers, and a C compiler. Nothing here imports torch: its version and
+libraries are read from the files, so the check costs milliseconds.
 
 Every symbol torch imports from CUDA's libraries that csrc/*.c does not define becomes a stub that returns success. A build happens
 in a temporary folder next to its place and is renamed into it, so builders may race and a killed one leaves nothing half done.
@@ -17,13 +19,55 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from hfopt import files
 from hfopt.compat.versions import source_folder, torch_build
 from hfopt.errors import VirtualGpuError
+
+ATEN_ONLY = "TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS"
+REFUSED = "HFOPT_VIRTUAL_NO_COMPILE"
+"""Set to the reason where nothing can be compiled: the run is then an eager one, and says so."""
+
+
+def missing(torch: Torch, base: Mapping[str, str] = os.environ, python: str | None = None) -> str | None:
+    """None when a compiled step can be made, else the sentence that says why not."""
+    triton = torch.root.parent / "triton"
+    if not triton.is_dir():
+        return f"torch.compile needs Triton, which is not installed beside torch in {torch.root.parent}"
+    named = base.get("TRITON_PTXAS_PATH")
+    if not (Path(named) if named else triton / "backends" / "nvidia" / "bin" / "ptxas").is_file():
+        return f"torch.compile needs ptxas, which {'TRITON_PTXAS_PATH names but' if named else 'Triton'} does not have"
+    if not _headers(python).is_file():
+        return f"Triton builds its launcher with Python's headers, and there is no {_headers(python)} (install python3-dev)"
+    return None
+
+
+def _headers(python: str | None) -> Path:
+    folder = sysconfig.get_path("include")
+    if python is not None and Path(python).absolute() != Path(sys.executable).absolute():
+        code = "import sysconfig; print(sysconfig.get_path('include'))"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        folder = done.stdout.strip().rpartition("\n")[2] or folder
+    return Path(folder) / "Python.h"
+
+
+def variables(torch: Torch, libraries: Path, base: Mapping[str, str], python: str | None = None) -> dict[str, str]:
+    """The environment in which `torch.compile` works on the virtual GPU, or runs eagerly and says why."""
+    refused = missing(torch, base, python)
+    if refused is not None:
+        return {"TORCHDYNAMO_DISABLE": "1", REFUSED: refused}
+    return {
+        "TRITON_LIBCUDA_PATH": str(libraries),
+        "TRITON_CACHE_DIR": str(libraries / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(libraries / "inductor"),
+        ATEN_ONLY: "ATEN",
+    }
+
 
 _HEADERS = ("cuda_runtime_api.h", "cublas_v2.h", "cudnn.h", "nccl.h")
 

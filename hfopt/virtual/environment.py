@@ -17,7 +17,7 @@ from pathlib import Path
 from hfopt import files
 from hfopt.errors import VirtualGpuError
 from hfopt.schema import Gpu
-from hfopt.virtual import compile_tools
+from hfopt.virtual import build
 from hfopt.virtual.build import find_toolchain, libraries
 
 SITE = Path(__file__).parent / "site"
@@ -70,7 +70,7 @@ def environment(
         LD_PRELOAD=_joined(f"{built.cuda}:{built.nvml}", env.get("LD_PRELOAD")),
         PYTHONPATH=_joined(f"{FIRST}:{SITE}", env.get("PYTHONPATH")),
     )
-    env.update(compile_tools.variables(toolchain.torch, built.cuda.parent, env, python))
+    env.update(build.variables(toolchain.torch, built.cuda.parent, env, python))
     env.pop("CUDA_VISIBLE_DEVICES", None)  # it names cards of the real machine
     return env
 

@@ -110,6 +110,7 @@ def test_the_largest_batch_is_where_fits_ends(run: Run, folder: str) -> None:
         assert row["fits"] == (row["device_bytes"] <= 768 * 2**20) == (row["spare_bytes"] >= 0)
 
 
+@pytest.mark.slow
 def test_the_allocator_is_the_one_the_environment_asks_for(run: Run, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (folder, "--gpu", "t4", "--batch-sizes", "300", "--seq-len", "128")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
@@ -209,6 +210,7 @@ def test_the_model_may_stand_in_another_file(run: Run, tmp_path: Path) -> None:
     assert code == 0 and json.loads(out)["model_class"] == "BertForSequenceClassification"
 
 
+@pytest.mark.slow
 def test_estimate_and_plan_take_the_same_step(run: Run, config: str, tmp_path: Path) -> None:
     """An adapter's gradients through the accumulation are counted in one way by both."""
     path, told = Path(config), tmp_path / "plan.json"
@@ -224,6 +226,7 @@ def test_estimate_and_plan_take_the_same_step(run: Run, config: str, tmp_path: P
     )
 
 
+@pytest.mark.slow
 def test_several_devices_share_the_model_as_the_engine_does(run: Run, config: str) -> None:
     asked = (config, "--gpu", "rtx 3070", "--batch-sizes", "16")
     one, ddp = _json(run, *asked), _json(run, *asked, "--num-gpus", "4")

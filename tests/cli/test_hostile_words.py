@@ -26,7 +26,7 @@ runner, app = CliRunner(), application([])
 EVIL = "m\x1b]0;title\x07\x1b[2J\x9b31m[/bold][red]<script>alert(1)</script>\u202e\r"
 STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 PACKAGE = Path(__file__).parents[2] / "hfopt"
-WRITES = {"cli/output.py", "cli/__init__.py", "oom/record.py", "monitor/fault_guard.py", "monitor/metrics.py"}
+WRITES = {"cli/output.py", "cli/__init__.py", "oom/next_settings.py", "monitor/fault_guard.py", "monitor/metrics.py"}
 """The modules that write to a terminal themselves, each through `printable` or `said`."""
 IN_A_CHILD = ("probe/dry_run_worker.py", "virtual/site/", "process/child_guard.py", "site/")
 

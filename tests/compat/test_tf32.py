@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 import torch
 
 NEW = hasattr(torch.backends.cuda.matmul, "fp32_precision")
@@ -32,6 +33,7 @@ for statement, expected in {said!r}.items():
 """
 
 
+@pytest.mark.slow
 def test_it_is_told_however_it_was_said() -> None:
     said = SAID | (SAID_ANEW if NEW else {})
     done = subprocess.run([sys.executable, "-c", ONE.format(said=said)], capture_output=True, text=True, timeout=120, check=False)

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import hfopt
 from hfopt.launch.handoff import ORDERS
-from hfopt.oom import device_memory
-from hfopt.oom.device_memory import MemoryNow
+from hfopt.oom import next_settings
+from hfopt.oom.next_settings import MemoryNow
 from hfopt.oom.protect import guard_of
 from hfopt.oom.step_down import next_size
 from hfopt.schema import Candidate, OomSeen, PlannedMemory
@@ -74,7 +74,7 @@ def run_out(trainer: Any, curve: Curve, monkeypatch: pytest.MonkeyPatch) -> list
         if tried[-1] == 8:
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {figures(curve())[1] // MIB}.00 MiB.")
 
-    monkeypatch.setattr(device_memory, "read", read)
+    monkeypatch.setattr(next_settings, "memory_now", read)
     trainer.model.model.layers[0].register_forward_pre_hook(fail, with_kwargs=True)
     trainer.train()
     return tried

@@ -20,7 +20,7 @@ from hfopt.cli.run import resolved
 from hfopt.errors import HfoptError
 from hfopt.launch import supervisor
 from hfopt.launch.handoff import Handoff, RestartOrders, RunStart
-from hfopt.process import foreground
+from hfopt.process import child_process
 
 SCRIPT = Path(__file__).parent / "training_script.py"
 ROOT = Path(__file__).parents[2]
@@ -208,7 +208,7 @@ def test_a_run_that_the_kernel_killed_resumes_and_ends_where_the_undisturbed_one
 
 
 def test_what_is_ended_after_the_time_of_grace_has_not_succeeded() -> None:
-    child = foreground.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    child = child_process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: True, grace_s=1.0) == 128 + signal.SIGTERM
 
 
@@ -219,8 +219,8 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
         os.kill(os.getpid(), signal.SIGTERM)  # handled before the next line, when nobody is there to pass it on to
         return start(*args, **options)
 
-    monkeypatch.setattr(foreground.subprocess, "Popen", interrupted)
-    child = foreground.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
+    monkeypatch.setattr(child_process.subprocess, "Popen", interrupted)
+    child = child_process.Child([sys.executable, "-c", "import time; time.sleep(60)"], dict(os.environ))
     assert child.run(lambda: False, grace_s=1.0) == 128 + signal.SIGTERM
     assert child.asked_to_end
 
@@ -228,10 +228,10 @@ def test_a_signal_that_comes_while_the_child_is_being_started_reaches_it(monkeyp
 @pytest.mark.parametrize(("number", "reaches"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_at_a_terminal_its_own_keys_are_not_sent_twice(number: signal.Signals, reaches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[tuple[int, int]] = []
-    child = foreground.Child(["true"], {})
+    child = child_process.Child(["true"], {})
     child._shares_terminal = True
     running: Any = SimpleNamespace(pid=4321, poll=lambda: None)
-    monkeypatch.setattr(foreground.os, "kill", lambda *words: sent.append(words))
+    monkeypatch.setattr(child_process.os, "kill", lambda *words: sent.append(words))
     child._pass_on(running, number)
     assert sent == ([(4321, number)] if reaches else [])
 
@@ -248,7 +248,7 @@ def test_whoever_ends_before_being_ended_is_no_error(monkeypatch: pytest.MonkeyP
     ended: Any = SimpleNamespace(terminate=lambda: gone("terminate"), kill=lambda: gone("kill"))
     monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [ended, ended])
     monkeypatch.setattr(psutil, "wait_procs", lambda left, timeout: ([], left))
-    foreground.end_descendants(0.0)
+    child_process.end_descendants(0.0)
     assert asked == ["terminate", "terminate", "kill", "kill"], "one that is gone does not spare the next"
 
 

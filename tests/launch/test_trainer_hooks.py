@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerState
 
 from hfopt.compat import versions
 from hfopt.compat.transformers_patches import checkpoint_batch
-from hfopt.launch import trainer_hooks
+from hfopt.launch import attach
 from hfopt.launch.handoff import ORDERS, RestartOrders
 from hfopt.oom.protect import guard_of
 
@@ -30,7 +30,7 @@ def restarted(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(ORDERS, json.dumps({"output_dir": folder, "checkpoint": None, "changes": changes}))
         return lab.trainer(kind=Own, **run)
 
-    trainer_hooks.install(Own)
+    attach.install(Own)
     return make
 
 

@@ -107,6 +107,7 @@ def _workload(name: str) -> Workload:
     )
 
 
+@pytest.mark.slow
 def test_longer_texts_and_more_beams_take_more() -> None:
     def written(length: int, beams: int = 1) -> int:
         curve = evaluation_curve(_workload("t5"), StepSettings(), generation=GenerationSettings(max_length=length, beams=beams))

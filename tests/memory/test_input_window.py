@@ -66,6 +66,7 @@ def test_lists_of_a_tensor_per_sample_are_counted_together() -> None:
     assert inputs.sizes(8) == [8 * 160]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 12])
 def test_the_plan_counts_every_batch_of_the_window(vit: Callable[[int], Workload], layers: int) -> None:
     """As a trace of the whole window has it, which PyTorch's own allocator meets to the byte (ViT-base 16 × 16: 3056 MiB, 2916 at × 2).
@@ -80,6 +81,7 @@ def test_the_plan_counts_every_batch_of_the_window(vit: Callable[[int], Workload
     assert priced.breakdown.activations_bytes >= 14 * 16 * _IMAGE
 
 
+@pytest.mark.slow
 def test_what_waits_decides_whether_a_candidate_fits(vit: Callable[[int], Workload]) -> None:
     pricing = _pricing(vit(12))
     wide, narrow = (Candidate(per_device_batch=16, accumulation=many, precision="fp32") for many in (64, 2))

@@ -108,6 +108,7 @@ def test_counts_are_carried_on_to_more_blocks(tmp_path: Path) -> None:
     assert state_bytes(deeper_count(low, high, 3.5), settings) == state_bytes(whole, settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optim", ["adamw_torch", "paged_adamw_8bit"])
 def test_a_rough_step_is_near_the_trace(tmp_path: Path, optim: str, accumulation: int) -> None:

@@ -74,6 +74,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(traced: Estimate) -> None:
     assert traced.curve.largest_batch(traced.curve.context_bytes) is None
 
 
+@pytest.mark.slow
 def test_checkpointing_trades_activations(tiny_gpt2: Make, traced: Estimate) -> None:
     workload = tiny_gpt2(n_layer=4)
     plain = estimate(workload, StepSettings()).curve.peak(64)

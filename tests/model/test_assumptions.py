@@ -67,3 +67,28 @@ def test_target_and_image_and_audio_sizes_are_told(tiny: Tiny) -> None:
     assert not translated["length"].guessed and translated["target length"].guessed
     seen = assumed(from_spec(ModelSpec(name=tiny("vit"), task="image_classification"), DataSpec()))
     assert not seen["image"].guessed and "pixels" in str(seen["image"].value)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "spec", "said"),
+    [
+        ("DPO", {}, "a frozen copy in float32"),
+        ("DPO", {"lora": Lora(r=4, alpha=8.0)}, "the model without its adapter"),
+        ("DPO", {"reference": False}, "none"),
+        ("GRPO", {"reference": False}, "none"),
+        ("GRPO", {"reference": True, "weights_dtype": "bfloat16"}, "a frozen copy in bfloat16"),
+        ("SFT", {}, None),
+    ],
+)
+def test_a_reference_is_said(tiny: Tiny, trainer: str, spec: dict[str, Any], said: str | None) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama"), **spec), DataSpec(max_length=32), trainer=trainer)
+    found = assumed(workload).get("reference model")
+    assert (found.value if found is not None else None) == said
+
+
+def test_a_model_that_is_known_by_its_name_alone_is_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    workload = from_spec(ModelSpec(name="somebody/SmolLM2-135M-AWQ", weights_dtype="bfloat16"), DataSpec(max_length=32))
+    guess = Assumption(what="architecture", value="that of HuggingFaceTB/SmolLM2-135M, by its name", guessed=True, settle="--like")
+    assert workload.assumed[0] == guess
+    assert any("AWQ packs its weights is not modelled" in note for note in workload.notes)

@@ -17,9 +17,8 @@ from watched import facts, window
 from hfopt.errors import ConfigError
 from hfopt.monitor import metrics
 from hfopt.monitor.callback import HFGpuMonitor
-from hfopt.monitor.diagnose import diagnose
+from hfopt.monitor.diagnose import diagnose, sentence
 from hfopt.monitor.fault_guard import Faults
-from hfopt.monitor.findings import sentence
 from hfopt.monitor.metrics import EACH_S, MOST, Alerts, alert_of, sender, tracker_senders
 from hfopt.schema import Finding
 
@@ -155,7 +154,7 @@ def test_the_names_of_the_reporters_are_those_of_transformers() -> None:
 
 
 def test_the_judge_alerts_of_what_is_new() -> None:
-    from hfopt.monitor.findings import Judge
+    from hfopt.monitor.diagnose import Judge
 
     journal: Any = SimpleNamespace(finding=lambda *args: None, write=lambda *args, **more: None, state={})
     got: list[tuple[str, int]] = []

@@ -296,7 +296,7 @@ class Faulty:
 
     @staticmethod
     def broken_diagnosis(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HFGpuMonitor:
-        monkeypatch.setattr("hfopt.monitor.findings.diagnose", lambda *args: {}["nothing"])
+        monkeypatch.setattr("hfopt.monitor.diagnose.diagnose", lambda *args: {}["nothing"])
         return HFGpuMonitor()
 
     @staticmethod

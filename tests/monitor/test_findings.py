@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from watched import card, facts, spread, window
 
+from hfopt.monitor.diagnose import Judge
 from hfopt.monitor.fault_guard import Faults
-from hfopt.monitor.findings import Judge
 from hfopt.monitor.journal import Journal
 
 ILL, WELL = window(times={"data_wait_s": 60.0}), window()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfopt.monitor import memory_growth
-from hfopt.monitor.memory_growth import GrowthWatch, MemoryTrend, anonymous_bytes, census, what_grows
+from hfopt.monitor import evidence
+from hfopt.monitor.evidence import GrowthWatch, MemoryTrend, anonymous_bytes, census, what_grows
 from hfopt.units import MIB
 
 KEPT: list[torch.Tensor] = []
@@ -59,7 +59,7 @@ def test_what_grows_is_named() -> None:
 
 def test_the_finding_comes_once_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, held = GrowthWatch(()), [100 * MIB]
-    monkeypatch.setattr(memory_growth, "anonymous_bytes", lambda: held[0])
+    monkeypatch.setattr(evidence, "anonymous_bytes", lambda: held[0])
     found = []
     for step in range(10, 400, 10):
         held[0] += 20 * MIB

@@ -64,6 +64,7 @@ def test_the_same_cause_again_is_resolved_on_its_own(tmp_path: Path, clock: list
     assert found.end_of(found.findings[0]) is not None and replace(found, findings=(again,)).end_of(again) is None
 
 
+@pytest.mark.slow
 def test_a_long_run_is_thinned_and_keeps_its_ends(tmp_path: Path, clock: list[float]) -> None:
     run = view(tmp_path, clock, windows=1300, ill_from=5000)
     assert 300 < len(run.points) <= 600

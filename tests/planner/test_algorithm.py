@@ -131,6 +131,7 @@ def test_a_tiny_model_is_launch_bound_and_the_larger_batch_is_only_advice(tmp_pa
     assert changed["per_device_train_batch_size"] == 128 and changed["learning_rate"] == pytest.approx(2e-4)
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
     with pytest.raises(NothingFits) as refusal:
         plan(write(tmp_path, model), Request(gpu=CARD, dry_run=False, vram_gib=0.15), estimator=remembered)
@@ -138,6 +139,7 @@ def test_nothing_fits_says_what_would(tmp_path: Path, model: Path) -> None:
     assert "a card with more memory" in refusal.value.hint
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_named_when_it_stands_in_the_way(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path, model, per_device_train_batch_size=4096)
     with pytest.raises(NothingFits) as refusal:
@@ -177,6 +179,7 @@ def test_a_batch_that_reserves_more_than_larger_ones_is_left_out(tmp_path: Path,
     assert any(r.candidate == even.candidate and "more is kept in the cache" in r.reason for r in facts.rejected)
 
 
+@pytest.mark.slow
 def test_more_devices_share_the_batch(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=2)
     result = made(path, num_gpus=4)
@@ -235,6 +238,7 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
     assert made(path).candidate.accumulation == 1 and not made(path).facts.warnings
 
 
+@pytest.mark.slow
 def test_a_trade_that_trains_something_else_is_refused_until_allowed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Neutrality(
         model_class="BertForSequenceClassification",

@@ -56,6 +56,7 @@ def made(folder: Path, *, write: Mapping[str, Any] | None = None, **request: Any
     return plan(written(folder, **(write or {})), wishes, estimator=remembered)
 
 
+@pytest.mark.slow
 def test_ddp_is_taken_when_the_model_fits(folder: Path) -> None:
     result = made(folder)
     choice = result.facts.engine
@@ -96,12 +97,14 @@ def test_an_engine_of_the_config_stays(folder: Path) -> None:
     assert not {"fsdp", "fsdp_config"} & {change.key for change in result.facts.changes}
 
 
+@pytest.mark.slow
 def test_ranks_that_share_their_samples_do_not_multiply_the_batch(folder: Path) -> None:
     result = made(folder, model_parallel=2)
     assert result.facts.job.world_size == 2
     assert result.facts.effective_batch == 2 * 4 * 2
 
 
+@pytest.mark.slow
 def test_more_machines_meet_over_their_network(folder: Path) -> None:
     result = made(folder, nodes=2, link="network:100Gbit/s")
     assert result.facts.engine is not None
@@ -110,6 +113,7 @@ def test_more_machines_meet_over_their_network(folder: Path) -> None:
     assert result.facts.job.world_size == 8
 
 
+@pytest.mark.slow
 def test_a_link_is_said_to_change_nothing_for_one_device(folder: Path) -> None:
     said = [note for note in made(folder, num_gpus=1, link="pcie").facts.notes if "--link pcie" in note]
     assert said == ["--link pcie changes nothing: one device sends nothing to others"]

@@ -11,10 +11,10 @@ import pytest
 from made_jobs import made_job
 
 from hfopt.config.settings import with_raw
-from hfopt.errors import NothingFits, WorkloadError
+from hfopt.errors import ConfigError, NothingFits, WorkloadError
 from hfopt.model import samples
 from hfopt.model.from_config import from_spec
-from hfopt.planner.grpo import check_generation, completions_at_once, writing_of
+from hfopt.planner.grpo import check_generation, check_groups, completions_at_once, writing_of
 from hfopt.planner.request import Subject
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec
 from hfopt.units import MIB
@@ -47,6 +47,28 @@ def subject(tiny: Path) -> Subject:
 )
 def test_how_many_a_rank_writes_at_once(args: dict[str, Any], world: int, rows: int) -> None:
     assert completions_at_once(with_raw(replace(GRPO, world_size=world), args)) == rows
+
+
+@pytest.mark.parametrize(
+    ("args", "effective", "ways"),
+    [
+        ({"num_generations": 14}, 64, "num_generations: 8 or 16, --num-gpus 7, --effective-batch 70"),
+        ({"num_generations": 14, "generation_batch_size": 32}, 64, "num_generations: 8 or 16, generation_batch_size: 42"),
+        ({"num_generations": 6, "steps_per_generation": 4}, 64, "num_generations: 4 or 8, --num-gpus 3"),
+        ({"num_generations": 14}, 56, None),
+        ({"num_generations": 16, "steps_per_generation": 4}, 56, None),
+    ],
+)
+def test_groups_that_trl_refuses_are_refused(args: dict[str, Any], effective: int, ways: str | None) -> None:
+    """GRPOConfig raises where what is generated at once is no whole number of groups; every way that is named ends that."""
+    job = replace(with_raw(GRPO, args), uses_trl=True)
+    if ways is None:
+        check_groups(job, effective)
+        return
+    with pytest.raises(ConfigError, match="no whole number of groups") as refused:
+        check_groups(job, effective)
+    assert refused.value.hint == f"one of these would do: {ways}"
+    check_groups(replace(job, uses_trl=False), effective)  # another reader may have other rules
 
 
 def test_what_a_token_of_a_completion_takes(subject: Subject) -> None:

@@ -99,8 +99,8 @@ def test_ranks_that_share_a_sample_do_not_multiply_the_batch() -> None:
 
 def test_a_dry_run_whose_data_ends_early_says_so_with_its_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(apply_plan.record, "tell", told.append)
-    monkeypatch.setattr(apply_plan, "read", lambda device: SimpleNamespace(capacity_bytes=8 * GIB))
+    monkeypatch.setattr(apply_plan.next_settings, "say", told.append)
+    monkeypatch.setattr(apply_plan, "memory_now", lambda device: SimpleNamespace(capacity_bytes=8 * GIB))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 2 * GIB)
     state = SimpleNamespace(is_world_process_zero=True, global_step=2)
     callback = apply_plan._callback(None)

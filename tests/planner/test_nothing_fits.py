@@ -56,6 +56,7 @@ def line(found: Rescue, words: str) -> str | None:
     return next((one for one in found.lines() if words in one), None)
 
 
+@pytest.mark.slow
 def test_fused_adam_is_named_where_its_temporaries_are_what_is_too_much(rescue: Callable[..., Rescue]) -> None:
     """The foreach update takes a quarter more than all states; the fused one is the same update."""
     needs = rescue(24)
@@ -79,6 +80,7 @@ def test_a_job_that_fits_is_not_hopeless(rescue: Callable[..., Rescue]) -> None:
     assert not rescue(24).hopeless()
 
 
+@pytest.mark.slow
 def test_the_whole_plan_says_what_is_missing_and_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(NothingFits) as refusal:
         plan(config(tmp_path), Request(gpu=CARD, vram_gib=1.1, dry_run=False))
@@ -87,6 +89,7 @@ def test_the_whole_plan_says_what_is_missing_and_what_would_fit(tmp_path: Path) 
     assert "a card with more memory" in hint and "paged_adamw_8bit" in hint
 
 
+@pytest.mark.slow
 def test_what_trains_something_else_stands_last_and_is_marked(rescue: Callable[..., Rescue]) -> None:
     lines = list(rescue(1.2).lines())
     other = [any(word in one for word in ("trains adapters", "trains on shorter text")) for one in lines]
@@ -150,6 +153,7 @@ def test_sharding_divides_states_but_not_activations(rescue: Callable[..., Rescu
     assert cards >= 2 and needed > states / cards + step.activations_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="TRL's default of dtype is read from TRL")
 def test_weights_that_trl_widens_may_stay_as_they_are_published(rescue: Callable[..., Rescue], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("as they are published" in one.words for one in remedies(rescue(1.2).subject, "adamw_torch"))

@@ -112,6 +112,7 @@ def planned(folder: Path, **more: Any) -> Plan:
     return plan(path, Request(vram_gib=6.0, dry_run=False, charts=False))
 
 
+@pytest.mark.slow
 def test_steps_per_generation_follow_the_batch(tmp_path: Path) -> None:
     made = planned(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=32, steps_per_generation=32)
     after = {change.key: change.after for change in made.facts.changes}
@@ -120,6 +121,7 @@ def test_steps_per_generation_follow_the_batch(tmp_path: Path) -> None:
     assert f"steps_per_generation: {after['steps_per_generation']}" in made.edited().data.decode()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_generates_gets_a_sentence(tmp_path: Path) -> None:
     job = {"eval_strategy": "steps", "eval_steps": 10}
     made = planned(tmp_path, **job, per_device_eval_batch_size=4)
@@ -147,6 +149,7 @@ def test_what_of_vllm_would_make_room() -> None:
     assert said(int(0.95 * TOTAL)) == [], "it does not fit the card at all"
 
 
+@pytest.mark.slow
 def test_estimate_takes_the_share_off(tmp_path: Path) -> None:
     planned(tmp_path)
     request = Request(vram_gib=6.0)
@@ -156,6 +159,7 @@ def test_estimate_takes_the_share_off(tmp_path: Path) -> None:
     assert table.available_bytes == 3 * GIB and any("colocated vLLM holds 3.00 GiB" in note for note in table.notes)
 
 
+@pytest.mark.slow
 def test_a_plan_stays_within_what_vllm_leaves(tmp_path: Path) -> None:
     made = planned(tmp_path, **{SHARE: 0.5})
     facts = made.facts
@@ -169,6 +173,7 @@ def test_a_plan_stays_within_what_vllm_leaves(tmp_path: Path) -> None:
     assert facts.after.memory.device_bytes <= facts.budget_bytes < alone.facts.budget_bytes and alone.facts.phases == ()
 
 
+@pytest.mark.slow
 def test_a_sleeping_vllm_leaves_the_training_all(tmp_path: Path) -> None:
     facts = planned(tmp_path, **{SHARE: 0.5, SLEEP: True}).facts
     assert facts.budget_bytes > 5 * GIB
@@ -176,6 +181,7 @@ def test_a_sleeping_vllm_leaves_the_training_all(tmp_path: Path) -> None:
     assert generate.vllm_bytes == 3 * GIB > sync.vllm_bytes > 0 == score.vllm_bytes == train.vllm_bytes
 
 
+@pytest.mark.slow
 def test_the_share_that_would_do_is_named(tmp_path: Path) -> None:
     notes = planned(tmp_path, **{SHARE: 0.6}).facts.notes
     assert any(note.startswith(f"{SHARE}: 0.2 would hold all 64 at once") for note in notes)

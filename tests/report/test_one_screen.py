@@ -66,10 +66,12 @@ def test_no_line_is_wider_than_a_terminal_and_details_wait_for_verbose(facts: Pl
         warnings=(long,),
         changes=(Change(key="bf16", before=False, after=True, reason=long),),
         advice=(Advice(title=long, detail="detail", flag="--flag"),),
-        notes=("a note",),
+        notes=("a note", "use_adam_mini: its states are not modelled"),
+        about_the_file=("use_adam_mini: its states are not modelled",),
     )
     lines = [text for _, text in plan_lines(told)]
     assert max(map(len, lines)) <= 100
+    assert "Note     use_adam_mini: its states are not modelled" in lines, "what the config sets is never for --verbose alone"
     assert "More     1 runner-up, 1 rejected, 1 note: --verbose, or --html FILE for a page with charts" in lines
     text, whole = plan_text(told), plan_text(told, verbose=True)
     for hidden in ("Runners-up", "Rejected", "a note", "detail"):

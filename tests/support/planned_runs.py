@@ -19,8 +19,8 @@ import torch
 import transformers
 import yaml
 
+from hfopt.launch.attach import install
 from hfopt.launch.handoff import OPTIONS, RunOptions
-from hfopt.launch.trainer_hooks import install
 
 SCRIPTS = Path(__file__).parent / "scripts"
 

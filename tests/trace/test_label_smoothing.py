@@ -48,6 +48,7 @@ def test_whisper_has_no_method_to_shift_labels_and_is_traced_all_the_same(tmp_pa
     assert estimate(workload, StepSettings(label_smoothing=0.1)).curve.peak(4).allocated_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [T5, BERT], ids=["t5", "bert"])
 def test_smoothed_labels_are_traced_and_cost_memory(config: dict[str, object], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -22,6 +22,7 @@ def _work(made: Estimate) -> tuple[float, float]:
     return sum(op.count for op in made.ops), sum(op.count * (op.flops_constant + 3 * op.flops_slope) for op in made.ops)
 
 
+@pytest.mark.slow
 def test_grouped_windows_cost_what_single_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen2_5_vl"]))
     workload = from_spec(ModelSpec(name=str(tmp_path)), DataSpec(image_size=560))

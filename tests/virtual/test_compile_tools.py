@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.virtual import compile_tools
+from hfopt.virtual import build
 from hfopt.virtual.build import Torch
 
 
@@ -26,8 +26,8 @@ def headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_with_triton_ptxas_and_headers_nothing_is_missing(torch_beside_triton: Torch, headers: Path, tmp_path: Path) -> None:
-    assert compile_tools.missing(torch_beside_triton, {}) is None
-    found = compile_tools.variables(torch_beside_triton, tmp_path, {})
+    assert build.missing(torch_beside_triton, {}) is None
+    found = build.variables(torch_beside_triton, tmp_path, {})
     assert found["TRITON_LIBCUDA_PATH"] == str(tmp_path)
     assert str(tmp_path) in found["TORCHINDUCTOR_CACHE_DIR"], "what is learned on the virtual card must not reach a real one"
 
@@ -40,14 +40,14 @@ def test_what_is_missing_is_named_and_the_run_is_eager(torch_beside_triton: Torc
         (tmp_path / "triton" / "backends" / "nvidia" / "bin" / "ptxas").unlink()
     else:
         headers.unlink()
-    sentence = compile_tools.missing(torch_beside_triton, {})
+    sentence = build.missing(torch_beside_triton, {})
     assert sentence is not None and gone.lower() in sentence.lower()
-    assert compile_tools.variables(torch_beside_triton, tmp_path, {}) == {
+    assert build.variables(torch_beside_triton, tmp_path, {}) == {
         "TORCHDYNAMO_DISABLE": "1",
         "HFOPT_VIRTUAL_NO_COMPILE": sentence,
     }
 
 
 def test_a_ptxas_of_ones_own_is_looked_at(torch_beside_triton: Torch, headers: Path, tmp_path: Path) -> None:
-    sentence = compile_tools.missing(torch_beside_triton, {"TRITON_PTXAS_PATH": str(tmp_path / "nowhere")})
+    sentence = build.missing(torch_beside_triton, {"TRITON_PTXAS_PATH": str(tmp_path / "nowhere")})
     assert sentence is not None and "TRITON_PTXAS_PATH" in sentence

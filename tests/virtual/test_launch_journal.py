@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.virtual.launch_cost import Issue, grouped, issues
-from hfopt.virtual.launch_journal import ProcessJournal, fetch_seconds, read_journal
+from hfopt.virtual.launch_cost import Issue, ProcessJournal, fetch_seconds, grouped, issues, read_journal
 
 VECTORIZED = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIN3c108BFloat16EEESt5arrayIPcLm3EEEEviT0_T1_"
 

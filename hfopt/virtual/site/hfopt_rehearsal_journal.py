@@ -3,7 +3,7 @@
 The library notes launches, matrix products, copies, waits and collectives (csrc/journal.c); here each is given its operation. Steps take
 turns after the first, which warms caches up: in one a dispatch mode asks hfopt's own cost model (`hfopt.trace.op_cost`) for each
 operation, in the next nothing is added to the host's work, so that its time between launches can be taken.
-`hfopt.virtual.launch_journal` reads the file.
+`hfopt.virtual.launch_cost` reads the file.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 REFUSED = "HFOPT_VIRTUAL_NO_COMPILE"
-"""The reason why nothing can be compiled here, where there is one (`hfopt.virtual.compile_tools`)."""
+"""The reason why nothing can be compiled here, where there is one (`hfopt.virtual.build`)."""
 
 
 def launch_nothing(*_: Any, **__: Any) -> None:
