@@ -45,7 +45,7 @@ def report(
     first = history.load(history.newest_run(Path()) if run is None else run)
     second = history.load(after) if after is not None else None
     if card or rows:
-        from hfopt.monitor.receipt import benchmark_rows, model_card
+        from hfopt.monitor.history import benchmark_rows, model_card
 
         if second is not None or as_json or html_file is not None or (card and rows):
             raise ConfigError("--model-card and --rows stand alone, for one run")

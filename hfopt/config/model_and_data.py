@@ -13,8 +13,8 @@ from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import stage_notes
 from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
-from hfopt.config.task_words import read_task
 from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
+from hfopt.config.trainer_kind import read_task
 from hfopt.facts.training_keys import trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
 

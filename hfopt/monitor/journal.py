@@ -1,7 +1,7 @@
 """All that a session writes: the log, the table, the live file and each rank's note.
 
 Which rank makes the others wait, without a collective: each rank leaves a small file, the first rank reads them. Ranks meet several times
-in a step (marks.py). A rank that does more than the others comes late to the next meeting, and is on time again after it. Lateness at a
+in a step (`step_clock`). A rank that does more than the others comes late to the next meeting, and is on time again after it. Lateness at a
 point is against the median of the other ranks; what is late by that much in three of four steps counts, so that the noise of a busy machine
 does not. It is the place of the first late point after a meeting that tells where the time goes. Clocks are wall clocks: one on one host;
 between hosts a constant offset is removed, and with it lateness that lasts the whole step.

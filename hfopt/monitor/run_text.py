@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hfopt.monitor.diagnose import sentence
-from hfopt.monitor.history import History
+from hfopt.monitor.history import History, receipt_lines
 from hfopt.monitor.metrics import PREFIX, metrics
-from hfopt.monitor.receipt import receipt_lines
 from hfopt.monitor.window import merge
 from hfopt.schema import Change, Finding, RunDifference, RunMark, RunPoint, RunView, Window
 from hfopt.units import format_bytes, format_percent, format_rate, format_seconds

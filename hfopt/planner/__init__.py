@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hfopt.planner.python_api import plan
+from hfopt.planner.live import plan
 from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 

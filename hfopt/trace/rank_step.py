@@ -24,10 +24,9 @@ from hfopt.schema import StepSettings, Workload
 from hfopt.trace.fsdp import local
 from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.op_cost import cost
-from hfopt.trace.optimizers import make_optimizer, parameter_groups
 from hfopt.trace.recorder import Recorder
 from hfopt.trace.tracer import Tracer, prepared
-from hfopt.trace.trainer_step import TrainerLoop, trainer_script
+from hfopt.trace.trainer_step import TrainerLoop, make_optimizer, parameter_groups, trainer_script
 from hfopt.trace.zero import Zero2Loop
 from hfopt.trace.zero3 import Zero3Loop
 from hfopt.units import MIB

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 
 from hfopt.schema import Precision
-from hfopt.trace.optimizers import make_optimizer, parameter_groups
-from hfopt.trace.trainer_step import TrainerLoop
+from hfopt.trace.trainer_step import TrainerLoop, make_optimizer, parameter_groups
 
 
 class FlatLayout:

@@ -18,8 +18,8 @@ from watched import trainer, window
 from hfopt.cli import application
 from hfopt.monitor import history, run_text
 from hfopt.monitor.callback import HFGpuMonitor
+from hfopt.monitor.history import COLUMNS, Receipt, benchmark_rows, model_card, receipt_lines, receipt_of
 from hfopt.monitor.log import RunLog
-from hfopt.monitor.receipt import COLUMNS, Receipt, benchmark_rows, model_card, receipt_lines, receipt_of
 from hfopt.planner.result import Plan
 from hfopt.units import GIB
 

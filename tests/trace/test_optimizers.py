@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.errors import TraceError
-from hfopt.trace.optimizers import make_optimizer, parameter_groups
+from hfopt.trace.trainer_step import make_optimizer, parameter_groups
 
 MODEL = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.LayerNorm(5))
 
