@@ -2,21 +2,24 @@
 
 usage: python benchmarks/plan_walk.py [CONFIG] [--gpu NAME] [--list]
 
-Every call of a function of hfopt is seen by a profiler. A package is entered when control comes to it from the planner or the command
-line; calls below that belong to the visit. Visits that follow one another without another package in between are one. The base
-(errors, units, files, schema and the like) and facts are below all stages and not counted as visits.
+Every function of hfopt reports when it is called and when it returns: each module's source gets these two lines as it is imported, so that
+torch and transformers run at their own speed (a profiler, which sees their calls too, takes minutes). A package is entered when control
+comes to it from the planner or the command line; calls below that belong to the visit. Visits that follow one another without another
+package in between are one. The base (errors, units, files, schema and the like) and facts are below all stages and not counted as visits.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import sys
 from collections import Counter
-from inspect import CO_OPTIMIZED
+from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,44 +35,81 @@ class Walk:
         self.modules: set[str] = set()
         self.visits: list[str] = []
         self._inside: list[str] = []  # the stages whose calls have not returned yet
-        self._files: dict[str, str | None] = {}  # file -> its path in the package, None: another package's
 
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event not in ("call", "return"):
-            return
-        file = frame.f_code.co_filename
-        if file not in self._files:
-            path = Path(file)
-            self._files[file] = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else None
-        module = self._files[file]
-        if module is None or not frame.f_code.co_flags & CO_OPTIMIZED:  # a module or a class body: importing, not walking
-            return
+    @contextlib.contextmanager
+    def __call__(self, module: str) -> Iterator[None]:
+        self.modules.add(module)
         stage = module.partition("/")[0]
-        if event == "call":
-            self.modules.add(module)
         if stage not in STAGES:
-            return
-        if event == "return":
-            if self._inside:
-                self._inside.pop()
+            yield
             return
         caller = self._inside[-1] if self._inside else "cli"
         self._inside.append(stage)
         if stage not in COMPOSES and caller in COMPOSES and (not self.visits or self.visits[-1] != stage):
             self.visits.append(stage)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+
+class Reporting(ast.NodeTransformer):
+    """Puts `with __walk__(module):` around the body of every function that is no generator."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802 - ast's name
+        self.generic_visit(node)
+        own = [inner for inner in ast.walk(node) if isinstance(inner, (ast.Yield, ast.YieldFrom))]
+        if own:
+            return node
+        head = node.body[:1] if ast.get_docstring(node, clean=False) is not None else []
+        call = ast.Call(ast.Name("__walk__", ast.Load()), [ast.Constant(self._module)], [])
+        rest = node.body[len(head) :] or [ast.Pass()]
+        node.body = [*head, ast.With([ast.withitem(call)], rest)]
+        return node
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, walk: Walk) -> None:
+        super().__init__(name, path)
+        self._walk = walk
+
+    def get_code(self, fullname: str) -> Any:
+        return self.source_to_code(self.get_data(self.path), self.path)  # never from a cached file, nor into one
+
+    def source_to_code(self, data: Any, path: Any, *, _optimize: int = -1) -> Any:
+        tree = ast.parse(data)
+        module = Path(path).relative_to(PACKAGE).as_posix()
+        return compile(ast.fix_missing_locations(Reporting(module).visit(tree)), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: Any) -> None:
+        module.__walk__ = self._walk
+        super().exec_module(module)
+
+
+class Finder(MetaPathFinder):
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "hfopt":
+            return None
+        spec = PathFinder.find_spec(fullname, path or [str(ROOT)])
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(fullname, spec.origin, self._walk)
+        return spec
 
 
 def walk(config: Path, gpu: str) -> Walk:
+    seen = Walk()
+    sys.meta_path.insert(0, Finder(seen))
     from hfopt.planner import Request
     from hfopt.planner.algorithm import make_plan
 
-    seen = Walk()
-    sys.setprofile(seen)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            make_plan(config, Request(gpu=gpu, dry_run=False, charts=False)).to_yaml()
-    finally:
-        sys.setprofile(None)
+    with contextlib.redirect_stderr(io.StringIO()):
+        make_plan(config, Request(gpu=gpu, dry_run=False, charts=False)).to_yaml()
     return seen
 
 
