@@ -59,7 +59,7 @@ class Reporting(ast.NodeTransformer):
     def __init__(self, module: str) -> None:
         self._module = module
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:  # noqa: N802 - ast's name
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         self.generic_visit(node)
         own = [inner for inner in ast.walk(node) if isinstance(inner, (ast.Yield, ast.YieldFrom))]
         if own:
