@@ -83,7 +83,7 @@ class MemoryCurve:
     varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
     goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
     options: AllocatorOptions = field(default_factory=AllocatorOptions)
-    uneven: bool = False  # samples of other lengths, of which nothing more is known: the rows that a fused head sees vary
+    uneven: bool = False  # samples of several lengths in a batch: the rows that a fused head sees vary, those of padding are left out
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
     _third: tuple[Timeline, ThirdStep] | None = None
@@ -121,7 +121,7 @@ class MemoryCurve:
         yield from self.described_steps(batch, options, capacity_bytes)
         if self.varying is not None:
             yield np.array(list(self.varying.events(batch)), dtype=np.int64).tobytes()
-        elif self.uneven and self.goes_on:
+        if self.uneven and self.goes_on:
             timeline = self.timeline.at(batch)
             for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
                 yield np.array(sizes, dtype=np.int64).tobytes()
@@ -141,7 +141,7 @@ class MemoryCurve:
         """The steps with batches that are not all alike."""
         if self.varying is not None:
             yield replay_events(self.timeline, self.varying.events(batch), allocator())
-        elif self.uneven and self.goes_on:
+        if self.uneven and self.goes_on:
             timeline = self.timeline.at(batch)
             for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
                 yield self._replay_sizes(timeline, sizes, allocator())

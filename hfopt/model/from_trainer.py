@@ -198,7 +198,9 @@ def _batches(trainer: Any, base: nn.Module, task: Task) -> tuple[Callable[[int],
     if samples is None:
         return _assumed(base, task)
     flash = uses_flash_kernel(base)
-    collated = Collated(collate=collator_of(trainer), samples=replace(samples, shorter=None) if flash else samples)
+    of_trl = any(kind.__module__.partition(".")[0] == "trl" for kind in type(trainer).__mro__)
+    seen = replace(samples, shorter=None) if flash else replace(samples, filled=of_trl)
+    collated = Collated(collate=collator_of(trainer), samples=seen)
     maker: Callable[[int], dict[str, Any]] = Unpadded(collated=collated) if flash else collated
     try:
         batch = maker(2)

@@ -72,12 +72,13 @@ class Samples:
     seen: int
     of: int | None
     lengths: tuple[int, ...] = ()  # in tokens, each for the same share of the samples, ascending; () when samples are not tokens
+    filled: bool = False  # the shorter one of a batch lacks a token only: a fused head sees no padding, and the fullest batch counts
 
     def batch_of(self, count: int) -> list[Any]:
         """`count` samples with the longest among them; the second is the shorter one."""
         samples = [self.longest] * count
         if count > 1 and self.shorter is not None:
-            samples[1] = self.shorter
+            samples[1] = (_one_token_less(self.longest) if self.filled else None) or self.shorter
         return samples
 
 
@@ -145,6 +146,15 @@ def shares(ascending: Sequence[int]) -> tuple[int, ...]:
     """At most so many lengths that stand for all: the middle of each share."""
     count = min(len(ascending), _SHARES)
     return tuple(ascending[(2 * number + 1) * len(ascending) // (2 * count)] for number in range(count))
+
+
+def _one_token_less(sample: Any) -> dict[str, Any] | None:
+    """The sample without the last of its tokens, in every column that is as long; None where it is not one row of tokens."""
+    if not isinstance(sample, Mapping) or "seq_lengths" in sample:  # several texts in one row
+        return None
+    rows = {name: len(value) for name, value in sample.items() if isinstance(value, Sized) and not isinstance(value, str)}
+    most = max((length for name, length in rows.items() if name.endswith("_ids")), default=0)
+    return {name: value[:-1] if rows.get(name) == most else value for name, value in sample.items()} if most > 1 else None
 
 
 def token_count(sample: Any) -> int:

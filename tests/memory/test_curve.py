@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.lengths import Growth, VaryingLengths
 from hfopt.memory.timeline import AffineFormula, Timeline
+from hfopt.schema import LengthSpread
 from hfopt.trace.events import Where
 from hfopt.trace.kernel_sizes import TILE
 from hfopt.units import MIB
@@ -88,3 +90,8 @@ def test_a_fuller_batch_finds_no_room_in_the_tile_of_the_one_before(micro_batche
     assert uneven.replay(1).reserved_bytes == tiles * MIB
     assert uneven.replay(1).allocated_bytes == curve.replay(1).allocated_bytes
     assert uneven.replay(12).reserved_bytes == 640 * MIB  # a full tile is as large with a few rows less in the batch
+    one = Growth(np.ones(len(curve.timeline)), np.zeros(len(curve.timeline)), np.zeros(len(curve.timeline)))
+    dims = dict.fromkeys(curve.timeline.formulas, Growth(np.ones(3), np.zeros(3), np.zeros(3)))
+    lengths = VaryingLengths(curve.timeline, LengthSpread(longest=64, lengths=(64,)), one, dims)
+    both = replace(uneven, varying=lengths, _replays={})
+    assert both.replay(1).reserved_bytes == tiles * MIB, "equal lengths of batches say nothing of their rows"

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedMo
 from hfopt.errors import WorkloadError
 from hfopt.model import from_trainer as trainer_module
 from hfopt.model.from_trainer import from_trainer
-from hfopt.model.samples import longest_samples, sample_size, shares
+from hfopt.model.samples import Samples, longest_samples, sample_size, shares
 
 LENGTHS = [3, 9, 5, 21, 7, 4]
 CONFIG = BertConfig(
@@ -347,6 +347,20 @@ def test_padding_is_there_where_most_samples_were_cut_to_one_length(as_column: b
     assert found is not None and found.shorter == {"input_ids": [1] * 7}
     alike = longest_samples(samples[:2])
     assert alike is not None and alike.shorter is None
+
+
+@pytest.mark.parametrize(
+    ("sample", "other"),
+    [
+        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [5, 6], "labels": [-100, 6]}),
+        ({"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4, 5]}, {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [4]}),
+        ({"input_ids": [5, 6, 7], "seq_lengths": [1, 2]}, {"input_ids": [9]}),
+        ({"text": "a b c"}, {"input_ids": [9]}),
+    ],
+)
+def test_a_batch_for_a_fused_head_lacks_one_token(sample: dict[str, Any], other: dict[str, Any]) -> None:
+    found = Samples(longest=sample, shorter={"input_ids": [9]}, seen=2, of=2, filled=True)
+    assert found.batch_of(3) == [sample, other, sample]
 
 
 def test_lengths_come_from_a_column_of_lengths_too() -> None:
