@@ -20,6 +20,7 @@ _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])|\x9b[0-?]*[ -/]*[@-~]"
 )
 _LITERAL_ESCAPES = re.compile(r"(?:\\x1b|\\u001b|\\033|␛)\[[0-9;]*m", re.IGNORECASE)  # a log that was itself printed by repr()
+_COLAB_LINKS = re.compile(r"\[([^\]]{1,400})\]\(https?://localhost[^)]{0,40}\)")  # a notebook's frames, copied
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _LINES = re.compile(r"\r\n|\n|\r|\u2028|\u2029|\x85")
 _RANK = re.compile(
@@ -71,6 +72,7 @@ def _lines(text: str) -> Iterator[LogLine]:
 def plain(text: str) -> str:
     """Without escapes and control characters, and with the signs of a web page as they are meant."""
     text = _LITERAL_ESCAPES.sub("", _ESCAPES.sub("", text))
+    text = _COLAB_LINKS.sub(r"\1", text)
     if "&" in text:
         text = html.unescape(text)
     return _CONTROLS.sub("", text.replace("\t", "    ").replace("\x0b", " ")).rstrip()

@@ -28,7 +28,8 @@ _CAUSES: Mapping[OomCause, str] = {
     "fragmentation": "fragmentation: enough memory was reserved, but in pieces",
     "other_processes": "other processes hold a part of the card",
     "one_request": "a single tensor asks for more than the card can give",
-    "refused_though_free": "the driver refused though enough was free: another process was quicker, or Windows keeps a share",
+    "refused_though_free": "the driver refused though enough was free: another process was quicker, Windows keeps a share, or a single "
+    "allocation may not be so large (Intel Arc: 4 GiB)",
     "limit": "a limit on this process's memory was reached, not the card's end",
     "spill": "more is allocated than the card has: Windows lends the host's memory (sysmem fallback), which is slow and ends too",
     "library": "no room was left for a CUDA library's handle or workspace, outside PyTorch's pool: the card was full",

@@ -21,14 +21,17 @@ _FRAMES = (
     re.compile(r'File "(?P<file>[^"]+)", line \d+, in (?P<function>[\w<>.]+)'),
     re.compile(r"File (?P<file>\S+?\.py):\d+, in (?P<function>[\w<>.]+)"),  # IPython
     re.compile(r"(?P<file>\S+\.py) in (?P<function>[\w<>.]+)\("),  # older IPython
-    re.compile(r"(?P<file>\S+\.py):\d+ in\s*(?P<function>[\w<>.]*)"),  # rich
+    re.compile(r"(?P<file>\S+\.py):\d+:? in\s*(?P<function>[\w<>.]*)"),  # rich, pytest
     re.compile(r"(?P<file>[\w./\\-]+\.py):\d+ (?P<function>[\w<>.]+) ?(?:->|$)"),
     re.compile(r"^(?P<file>(?:Cell In|Input In|In) ?\[\d+\])(?P<function>)"),
+    re.compile(r"^(?P<file>[^\s\"]*)(?:\", | *)line \d+, in (?P<function>[\w<>.]+)$"),  # pasted from its middle on
 )
 _NATIVE_BACKWARD = re.compile(r"frame #\d+: .*(?:torch::autograd::Engine|_backward\w*\()")  # C++ frames behind a message
+_CODE = re.compile(r"^  |^`?(?:return |[\w., ]+ = )[\w.]+\(")
 _START = re.compile(r"Traceback \(most recent call last\)|^-{20,}$")
 _FAR = 400  # lines before an error that may belong to its traceback
 _NEAR = 40  # without a traceback's beginning
+_REDRAWN = 3  # lines behind an error, in which a progress bar is drawn once more
 _AFTER = 80  # lines behind an error, in which the traceback of another process may tell the phase
 
 # Signs in a traceback, each `file|function|code`: the first row with a sign decides.
@@ -45,6 +48,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
         r"|_dummy_run|_dummy_sampler_run|compile_or_warm_up_model|initialize_from_config|initialize_kv_cache\w*|check_enough_kv_cache_memory"
         r"|raise_if_cache_size_invalid|get_kv_cache_configs?|init_worker\w*|__init__)\b",
     ),
+    ("data", r"\|spawn_main\b"),  # a worker that could not start
     (
         "setup",
         r"deepspeed\.initialize\(|\|(?:_prepare_deepspeed|_configure_optimizer|_configure_zero_optimizer|_configure_distributed_model)\b",
@@ -52,12 +56,12 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     (
         "evaluation",
         r"\|(?:evaluate|evaluation_loop|prediction_loop|prediction_step|predict|nested_concat|nested_gather|pad_across_processes"
-        r"|compute_metrics|_evaluate|validation_step|validate|eval_loop)\b|trainer\.(?:evaluate|predict)\(|Validating",
+        r"|torch_pad_and_concatenate|compute_metrics|_?(?:run_)?evaluate|_evaluation_step|validation_step|test_step|_?validate|eval_loop)\b|trainer\.(?:evaluate|predict)\(|Validating",
     ),
     (
         "generation",
-        r"\|(?:generate|_generate\w*|_sample|_beam_search|sample|_prefill|unwrap_model_for_generation|wake_up|_move_model_to_vllm"
-        r"|sync_weights|generate_and_score_completions)\b|\.generate\(|vllm/.*\|(?:execute_model|step)\b",
+        r"\|(?:generate(?:_with\w*|_sequences|_completions|_text)?|_generate\w*|setup_caches?|_sample|_beam_search|sample|_prefill|unwrap_model_for_generation|wake_up|_move_model_to_vllm"
+        r"|sync_weights|generate_and_score_completions)\b|\.generate\(|unwrap_model_for_generation\(|vllm/.*\|(?:execute_model|step)\b",
     ),
     (
         "backward",
@@ -74,31 +78,31 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     (
         "loading",
         r"\|(?:from_pretrained|_load_pretrained_model|_load_state_dict_into\w*|set_module_tensor_to_device|load_checkpoint\w*|load_sharded_checkpoint"
-        r"|load_state_dict|_load_best_model|_load_from_checkpoint|dispatch_model|create_quantized_param|_quantize|load_model|_move_model_to_device"
-        r"|load_pretrained|_materialize_copy|_job|load_tokenizer_and_model|load_model_and_tokenizer|caching_allocator_warmup|resize_token_embeddings)\b"
-        r"|\.from_pretrained\(|model\.to\(|\.cuda\(\)|model\.cuda|\|(?:cuda|_apply|convert|to)\n.*\Z",
+        r"|load_state_dict|_load_best_model|_load_from_checkpoint|_load_optimizer_and_scheduler|dispatch_model|create_quantized_param|_quantize|load_model|_move_model_to_device"
+        r"|load_pretrained|_materialize_copy|_job|load_tokenizer_and_model|load_model_and_tokenizer|setup_model_and_tokenizer|caching_allocator_warmup|resize_token_embeddings)\b"
+        r"|\.from_pretrained\(|set_module_tensor_to_device\(|load_state_dict\(|torch\.load\(|model\.to\(|\.cuda\(\)|model\.cuda|\|(?:cuda|_apply|convert|to)\n.*\Z",
     ),
     (
         "setup",
         r"\|(?:prepare|prepare_model|_prepare_one|_prepare_deepspeed|fully_shard|initialize|_sync_module_states|_verify_param_shape\w*|_ddp_init_helper"
-        r"|get_peft_model|prepare_model_for_kbit_training|_broadcast_coalesced|_init_param_handle\w*|setup)\b|accelerator\.prepare\("
-        r"|DistributedDataParallel\(|fsdp/_init_utils|deepspeed\.initialize\(|fully_sharded_data_parallel\.py\|__init__",
+        r"|_recursive_wrap|get_peft_model|prepare_model_for_kbit_training|_broadcast_coalesced|_init_param_handle\w*|setup)\b|accelerator\.prepare\("
+        r"|DistributedDataParallel\(|fsdp/_init_utils|wrapper_cls\(|deepspeed\.initialize\(|fully_sharded_data_parallel\.py\|__init__",
     ),
     (
         "loss",
         r"\|(?:cross_entropy|ForCausalLMLoss|fixed_cross_entropy|loss_function|log_softmax|selective_log_softmax|entropy_from_logits|_get_per_token_logps\w*"
         r"|compute_log_probs|get_batch_logps|_compute_loss_liger|chunked_\w*loss|dpo_loss|nll_loss|vocab_parallel_cross_entropy)\b"
         r"|logits\.float\(\)|logits = logits|output\.float\(\), labels|logits\.clone\(\)"
-        r"|cross_entropy\(|loss_fct\(|self\.lm_head\(|lm_head\(hidden",
+        r"|cross_entropy\w*\(|log_softmax\(|loss_fct\(|self\.lm_head\(|lm_head\(hidden",
     ),
     (
         "data",
-        r"popen_fork\.py|\|(?:_next_data|fetch|_worker_loop|__getitem__|collate_fn|torch_call|pin_memory)\b|dataloader\.py\||datasets[/\\]arrow",
+        r"popen_fork\.py|\|(?:\w*cache_\w*latents|_next_data|fetch|_worker_loop|__getitem__|collate_fn|torch_call|pin_memory)\b|dataloader\.py\||datasets[/\\]arrow",
     ),
     ("communication", r"distributed_c10d\.py\||\|(?:all_reduce|all_gather\w*|barrier|broadcast|reduce_scatter\w*)\b"),
     (
         "forward",
-        r"\|(?:forward|training_step|compute_loss|_call_impl|_wrapped_call_impl|inner_training_loop|_inner_training_loop|train)\b|trainer\.train\(|nn[/\\\\](?:modules|functional)",
+        r"scaled_dot_product_attention\(|\|(?:\w*forward|training_step|compute_loss|_call_impl|_wrapped_call_impl|inner_training_loop|_inner_training_loop|train)\b|trainer\.train\(|nn[/\\\\](?:modules|functional)",
     ),
 )
 _KNOWN = tuple((phase, re.compile(signs, re.IGNORECASE)) for phase, signs in _SIGNS)
@@ -109,7 +113,8 @@ _LINES: tuple[tuple[OomPhase, re.Pattern[str]], ...] = (
     (
         "loading",
         re.compile(
-            r"Loading (?:checkpoint shards|weights|safetensors)|Loading model|Fetching \d+ files|Materializing param", re.IGNORECASE
+            r"\bload(?:ing)?\b[^/]{0,30}\b(?:checkpoint|weights|safetensors|model|vae|u-?net)\b|Fetching \d+ files|Materializing param",
+            re.IGNORECASE,
         ),
     ),
     ("evaluation", re.compile(r"\*+ Running (?:Evaluation|Prediction)|Evaluating|Validating|eval(?:uation)? ?:? +\d+%", re.IGNORECASE)),
@@ -127,11 +132,12 @@ _LINES: tuple[tuple[OomPhase, re.Pattern[str]], ...] = (
             re.IGNORECASE,
         ),
     ),
-    ("generation", re.compile(r"Processed prompts:|Generating completions", re.IGNORECASE)),
+    ("generation", re.compile(r"Processed prompts:|Generating completions|\bprefill\b", re.IGNORECASE)),
     (
         "forward",
         re.compile(
-            r"\*+ Running training|'loss': |\"loss\":|\bloss[=: ]+\d|\d+/\d+ \[\d+:\d\d|\bstep \d+|\[\d+/\d+ \d+:\d\d", re.IGNORECASE
+            r"\*+ Running training|\bloss\b.{0,24}?\d|\d+/\d+ \[\d+:\d\d|\bstep \d+|\[\d+/\d+ \d+:\d\d|\bepoch\b.{0,8}\[\d+/\d+\]",
+            re.IGNORECASE,
         ),
     ),
 )
@@ -145,9 +151,11 @@ def phase_before(lines: Sequence[LogLine], index: int) -> tuple[OomPhase, str | 
     for part in (own, [*after, lines[index]]):  # streams of several processes mix: a traceback may come behind its message
         found = _by_frames(_traceback(part))
         if found is not None:
-            return found
+            break
     native = next((line.text for line in reversed([*own, *after]) if _NATIVE_BACKWARD.search(line.text)), None)
-    return _by_lines(own) if native is None else ("backward", native)
+    if native is not None and (found is None or found[0] == "forward"):  # `train()` alone says less than the autograd engine
+        return "backward", native
+    return found or _by_lines(own, [line for line in after[:_REDRAWN] if _STEP.search(line.text)])
 
 
 def _traceback(lines: Sequence[LogLine]) -> list[str]:
@@ -168,7 +176,7 @@ def _broken(lines: Sequence[LogLine]) -> list[str]:
 
 def _code_above(lines: Sequence[LogLine]) -> list[str]:
     """The indented lines right above the message: the code of a frame whose own line was not pasted."""
-    above = list(takewhile(lambda line: line.text.startswith("  "), reversed(lines[:-1])))
+    above = list(takewhile(lambda line: _CODE.search(line.text) or not line.text.strip(), reversed(lines[:-1])))
     return _signs([*reversed(above), lines[-1]])
 
 
@@ -188,6 +196,9 @@ def _signs(lines: Sequence[LogLine]) -> list[str]:
     signs: list[str] = []
     for line in lines[:-1]:  # the last one is the message itself
         frame = _frame(line.text)
+        if signs and signs[-1].endswith(".py|") and re.fullmatch(r"\s*[\w<>.]+\s*", line.text):
+            signs[-1] += line.text.strip()  # rich breaks the line before a long function's name
+            continue
         code = re.sub(r"^[\s❱>-]*(?:-+> ?)?\d* ?[│|]?\s*", "", line.text)
         if frame is not None:
             signs.append(frame)
@@ -214,7 +225,7 @@ def _by_frames(signs: list[str]) -> tuple[OomPhase, str | None] | None:
 def _late_loading(text: str) -> bool:
     """Within train(), weights are only loaded before the first step or after the last."""
     return re.search(
-        r"[|.](?:_load_best_model|_load_from_checkpoint|prepare|prepare_model|_move_model_to_device)\b", text
+        r"[|.](?:_load_best_model|_load_from_checkpoint|_load_optimizer_and_scheduler|prepare|prepare_model|_move_model_to_device)\b", text
     ) is not None and not re.search(r"\|(?:training_step|compute_loss)\b", text)
 
 
@@ -229,11 +240,15 @@ def _evidence(signs: list[str], known: re.Pattern[str]) -> str:
     return found.replace("|", ", in ", 1)
 
 
-def _by_lines(lines: Sequence[LogLine]) -> tuple[OomPhase, str | None]:
-    for line in reversed(lines[:-1] if len(lines) > 1 else lines):
+def _by_lines(own: Sequence[LogLine], after: Sequence[LogLine]) -> tuple[OomPhase, str | None]:
+    """By the last line before the message that shows it, what stands before the message on its own line first."""
+    form = form_of(own[-1].text)
+    said = None if form is None else form.sign.search(own[-1].text)
+    begun = own[-1].text[: 0 if said is None else said.start()]
+    for text in (begun, *(line.text for line in reversed(own[:-1])), *(line.text for line in after)):
         for phase, sign in _LINES:
-            if sign.search(line.text):
-                return phase, line.text
+            if sign.search(text):
+                return phase, text
     return "unknown", None
 
 
@@ -244,6 +259,7 @@ _BATCH = re.compile(r"(?:Instantaneous batch size per device|per_device_train_ba
 _ACCUMULATION = re.compile(r"(?:Gradient Accumulation steps|gradient_accumulation_steps)\W{1,4}(\d+)")
 _STEP = re.compile(r"(\d+)/\d+ \[[\d:]+<")
 _ENDS_MESSAGE = re.compile(r'^\s*$|Traceback \(most|^\s*File "|^\s*(?:srun|wandb|ERROR:|WARNING:|E\d{4})')
+_PINNED, _PINNING = re.compile(r"\.pin_memory\(|cudaHostAlloc|cudaHostRegister"), 4  # in the frame right above a message
 _VLLM_PHASES: frozenset[str] = frozenset({"kv_cache", "vllm_share"})
 
 
@@ -255,6 +271,8 @@ def read_oom(lines: Sequence[LogLine]) -> OomReport | None:
     index, form = min(hits, key=lambda hit: (hit[1].rank, hit[0]))
     if form.rank >= 3 and form.cause is None and any(other_fault(line.text) for line in lines[max(0, index - _APART) : index + 1]):
         return None
+    if form.source == "CUDA" and any(_PINNED.search(line.text) for line in lines[max(0, index - _PINNING) : index]):
+        form = replace(form, cause="host")  # page-locked memory is the host's, whatever the runtime calls it
     message = _message(lines, index)
     figures = figures_of(message)
     if form.cause == "host_killed" and (held := killed_bytes(message)) is not None:

@@ -41,7 +41,7 @@ FORMS: tuple[Form, ...] = (
     _form("vLLM", 0, r"Free memory on device .{0,80}less than desired GPU memory utili[sz]ation", "vllm_share"),
     _form("vLLM", 0, r"Error in memory profiling|out of memory occurred when warming up sampler", "vllm_share"),
     _form("PyTorch", 1, r"Tried to allocate more than 1EB memory", "bad_size"),
-    _form("PyTorch", 1, r"per_process_memory_fraction limit|would exceed allowed memory", "limit"),
+    _form("PyTorch", 1, r"per_process_memory_fraction limit|would exceed allowed memory|can NOT allocate memory block with size", "limit"),
     _form("PyTorch", 1, r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA)\s+out of memory\.?\s*Tried to allocate"),
     _form(
         "PyTorch on Apple's Metal",
@@ -49,7 +49,7 @@ FORMS: tuple[Form, ...] = (
         r"MPS backend out of memory|kIOGPUCommandBufferCallbackErrorOutOfMemory|Invalid buffer size: .* G",
         None,
     ),
-    _form("PyTorch on the CPU", 1, r"DefaultCPUAllocator|(?<!MPS )can't allocate memory: you tried", "host"),
+    _form("PyTorch on the CPU", 1, r"DefaultCPUAllocator|CPUAllocator.{0,40}memalign|(?<!MPS )can't allocate memory: you tried", "host"),
     _form("NumPy", 1, r"Unable to allocate .{1,40} for an array|ArrayMemoryError", "host"),
     _form("bitsandbytes", 2, r"Error out of memory at line \d+ in file", "device_full"),
     _form("NCCL", 2, r"(?:NCCL|RCCL).{0,120}out of memory|Failed to (?:CUDA|HIP) (?:m|c)alloc", "communication"),
@@ -74,14 +74,16 @@ FORMS: tuple[Form, ...] = (
     _form("the operating system", 3, r"Cannot allocate memory|unable to mmap \d+ bytes", "host"),
     _form("Python", 3, r"^\s*MemoryError\b|\bMemoryError:?\s*$", "host"),
     _form("accelerate", 5, r"No executable batch size found", "device_full"),
-    _form("XLA", 2, r"RESOURCE_EXHAUSTED|PT_DEVMEM Allocation failed", None),
+    _form("XLA", 2, r"RESOURCE_EXHAUSTED|PT_DEVMEM Allocation failed|OOM when allocating tensor", None),
     _form(
         "CUDA",
         3,
         r"(?:CUDA|HIP)(?: driver)? error:? ?\d*,? ?out of memory|CUDA_ERROR_OUT_OF_MEMORY"
         r"|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)",
     ),
-    _form("CUDA", 3, r"(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES|HOST_MEMORY)|CUDA ran out of memory"),
+    _form("Intel's driver", 3, r"(?:UR_RESULT|PI)_ERROR_OUT_OF_HOST_MEMORY", "host"),
+    _form("Intel's driver", 3, r"(?:UR_RESULT|PI)_ERROR_OUT_OF_(?:DEVICE_MEMORY|RESOURCES)|Allocation is out of device memory"),
+    _form("CUDA", 3, r"CUDA ran out of memory"),
     _form("PyTorch", 4, r"(?:CUDA|HIP|XPU|NPU|MLU|MUSA)\s+out of memory|(?:torch\.(?:cuda\.)?|^)OutOfMemoryError\b"),
     _form(
         "the kernel",
@@ -129,27 +131,31 @@ FORMS: tuple[Form, ...] = (
         "host_killed",
         certain=False,
     ),
+    _form("the launcher", 6, r"exit ?code[:= ]*\(?-7\b|SIGBUS", "shared_memory", certain=False),
     _form("the launcher", 6, r"SIGKILL|\bsignal 9\b|code 137\b|exitcode[: ]+137\b|Signal Code: Killed", "host_killed", certain=False),
     _form(
         "the shell",
         6,
-        r"^\s*(?:\S+: line \d+:\s*)?(?:\[\d+\]\s*[+-]?\s*)?\d*\s*(?:zsh: )?killed\b(?!\s*(?:by|subprocess|process|worker))",
+        r"(?:^\s*(?:\S+: line \d+:\s*)?(?:\[\d+\]\s*[+-]?\s*)?\d*\s*(?:zsh: )?|(?:it/s|s/it)[^\]]{0,80}\]\s*)"
+        r"(?:killed\b(?!\s*(?:by|subprocess|process|worker))|已杀死|Getötet|強制終了)",
         "host_killed",
         certain=False,
     ),
     _form("Windows", 7, r"Sysmem Fallback|shared GPU memory", "spill", certain=False),
 )
 _ANY = re.compile(
-    r"[Mm]emory|[Aa]lloc|_STATUS_|Killed|killed|SIGKILL|signal 9|-9|137|bad_alloc|RESOURCE_EXHAUSTED|paging file|1455|oom|OOM"
+    r"[Mm]emory|[Aa]lloc|_STATUS_|Killed|killed|SIGKILL|SIGBUS|signal 9|-[79]|137|bad_alloc|RESOURCE_EXHAUSTED|paging file|1455|oom|OOM"
     r"|cuDNN|DataLoader|KV cache|cache blocks|abruptly|MEMLIMIT|job killed"
-    r"|OutOf|DEVMEM|max seq|model len|Sysmem|mmap|died|RAM\b|executable batch|Invalid buffer|engine to execute|FFT_",
+    r"|OutOf|OUT_OF_|已杀死|Getötet|強制終了"
+    r"|DEVMEM|max seq|model len|Sysmem|mmap|died|RAM\b|executable batch|Invalid buffer|engine to execute|FFT_",
 )
 _NOT_MEMORY = re.compile(
     r"out of resource: shared memory|OutOfResources|CUDA out of memory errors? (?:may|can|might)|to avoid (?:CUDA )?out of memory",
     re.IGNORECASE,
 )
 _TALKS_OF_IT = re.compile(
-    r"^\s*(?:#|//|\"\"\"|except |raise (?!ValueError)|if |elif |import |from |>>> )|torch\.cuda\.OutOfMemoryError\s*as |if .*out of memory",
+    r"^\s*(?:#|//|\"\"\"|except |raise (?!ValueError)|if |elif |import |from |>>> )|torch\.cuda\.OutOfMemoryError\s*as "
+    r"|\bif \W{0,3}['\"][^'\"]{0,30}out of memory",
     re.IGNORECASE,
 )
 
@@ -308,7 +314,15 @@ def device_of(text: str) -> str | None:
 # --------------------------------------------------------------------------------------------------------- cause
 
 PIECES = 0.05  # of the card in unused cache, from which on it is more than rounding
+ROUNDED = 0.01  # of a figure with two digits behind the point: what was free must exceed the request by more than that
 OTHERS, LISTED = 0.15, 0.05  # of the card with other processes, from which on it is more than a display: by the rest, and by name
+
+
+def _not_stated(figures: MemoryFigures) -> int:
+    """Of a message without what is free (XPU): what PyTorch and a context leave of the card. Taken for full from half of it on."""
+    total = figures.total_bytes or 0
+    held = next((size for size in (figures.process_bytes, figures.reserved_bytes, figures.allocated_bytes) if size is not None), None)
+    return 0 if held is None or 2 * held > total else max(0, total - held - CONTEXT_BYTES)
 
 
 def cause_of(form: Form, figures: MemoryFigures, *, listed: bool = False) -> OomCause:
@@ -327,10 +341,10 @@ def cause_of(form: Form, figures: MemoryFigures, *, listed: bool = False) -> Oom
         return "one_request"
     if requested is None:
         return "device_full"
-    room = free or 0
+    room = free if free is not None else _not_stated(figures)
     if others >= max((LISTED if listed else OTHERS) * total, unused) and others + room >= requested:
         return "other_processes"
-    if requested <= room:
+    if requested * (1 + ROUNDED) <= room:
         return "refused_though_free"
     if unused >= PIECES * total and unused + room >= requested:
         return "fragmentation"
