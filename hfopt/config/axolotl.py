@@ -18,6 +18,7 @@ from hfopt.schema import TrainerKind
 
 NAME = "axolotl"
 _MARKS = ("sequence_len", "micro_batch_size", "adapter", "val_set_size", "sample_packing", "model_type", "special_tokens")
+_OTHERS = frozenset({"cutoff_len", "data_path"})  # alpaca-lora's keys, which also has base_model and micro_batch_size
 _SPELLINGS: Mapping[str, ToolSpelling] = {
     BATCH: ToolSpelling(key="micro_batch_size"),
     "per_device_eval_batch_size": ToolSpelling(key="eval_batch_size"),
@@ -91,7 +92,7 @@ _FULL_SHARD = "full_shard auto_wrap"
 
 def is_axolotl(data: Mapping[Any, Any]) -> bool:
     """`base_model` with a list of typed datasets, or with two keys that only axolotl has."""
-    if "base_model" not in data or BATCH in data:
+    if "base_model" not in data or BATCH in data or _OTHERS & data.keys():
         return False
     datasets = data.get("datasets")
     typed = isinstance(datasets, list) and any(isinstance(item, dict) and {"path", "type"} <= item.keys() for item in datasets)

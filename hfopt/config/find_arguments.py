@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, NEWER
+from hfopt.config.lookup import is_off
+from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, GONE, MAYBE_WHOLE, NEWER
 from hfopt.config.yaml_document import Document, Node, NodePath, shared_depth
 from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import Installed
@@ -94,14 +95,15 @@ def find(document: Document, present: Installed, section: str | None) -> Section
             rivals=tuple(other for other in candidates if other is not main and _share(other, main) and not _inside(main, other)),
             asked=True,
         )
-    found = [candidate for candidate in candidates if candidate.score >= 2]
+    on = [candidate for candidate in candidates if not is_off(document.data, candidate.path)]
+    found = [candidate for candidate in on or candidates if candidate.score >= 2]
     if not found:
         return SectionLayout(main=None)
     best = max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
     best = next((other for other in found if _inside(best, other) and _share(best, other)), best)  # what holds it comes first
     rivals = [other for other in found if other is not best and _share(other, best)]
     if not rivals:
-        return SectionLayout(main=best, added=_adding(best, candidates))
+        return SectionLayout(main=best, added=_adding(best, on or candidates))
     chosen, why = _choose([best, *rivals], document.data)
     if chosen is None:
         return SectionLayout(main=None, rivals=tuple(sorted((best, *rivals), key=lambda one: one.node.start)))
@@ -115,7 +117,7 @@ def _candidates(document: Document, real: frozenset[str]) -> Iterator[Section]:
         node = document.node(path)
         if node is not None and node.kind == "mapping":
             keys = {name: name for name in value if isinstance(name, str) and name in real}
-            for name in value:
+            for name in sorted(value, key=lambda name: name in MAYBE_WHOLE):
                 meant = _meant(name, real) if isinstance(name, str) and not isinstance(value[name], dict | list) else None
                 if meant is not None and meant not in keys:
                     keys[meant] = name

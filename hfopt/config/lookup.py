@@ -16,10 +16,15 @@ from hfopt.errors import ConfigError
 
 
 class Facts:
-    """All values of a document but those in `left_out` (the profiles not meant). Of one name's values the one nearest to `near` counts."""
+    """All values of a document but those in `left_out` (the profiles not meant) and in sections with `enabled: false`.
+
+    Of one name's values the one nearest to `near` counts.
+    """
 
     def __init__(self, data: dict[str, Any], *, near: NodePath = (), left_out: Sequence[NodePath] = ()) -> None:
         found = [item for item in _flatten(data, ()) if not any(item[0][: len(path)] == path for path in left_out)]
+        off = [path for path, value in found if is_off(value)]
+        found = [item for item in found if item[0][-1] in OFF_KEYS or not any(item[0][: len(path)] == path for path in off)]
         found.sort(key=lambda item: (-shared_depth(item[0], near), len(item[0])))
         self._by_name: dict[str, list[tuple[NodePath, Any]]] = {}
         self.asked: set[str] = set()  # the names that somebody looked up
@@ -71,6 +76,16 @@ class Facts:
         return any(value is False for _, value in self.all(*names))
 
 
+OFF_KEYS = ("enabled", "enable")
+
+
+def is_off(section: Any, path: NodePath = ()) -> bool:
+    """`dpo: {enabled: false, …}`: a section that the file switches off, or one on the way down to `path`."""
+    if isinstance(section, dict) and any(section.get(key) is False for key in OFF_KEYS):
+        return True
+    return bool(path) and isinstance(section, dict) and is_off(section.get(path[0]), path[1:])
+
+
 def whole_number(value: Any) -> int | None:
     if isinstance(value, bool):
         return None
@@ -106,6 +121,8 @@ _KEYS = (
 _FURTHER_KEYS = (
     *("model", "base_id", "model_key", "hf_model", "hf_model_id", "hf_model_name", "hf_model_path", "model_id_or_path", "llm", "backbone"),
     *("base_model_path", "pretrained_path", "pretrained_name", "model_name_path", "llm_name", "llm_path", "student_model"),
+    *("restore_from", "model_repo_id", "hf_path", "hf_repo", "hub_model", "pretrained_ckpt", "pretrained_checkpoint", "foundation_model"),
+    *("huggingface_model", "base_checkpoint", "model_source", "student", "student_model_name_or_path"),
 )
 _LAST_KEYS = ("config_name", "checkpoint")
 _SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")

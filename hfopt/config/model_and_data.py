@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
+from hfopt.compat.versions import release
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import stage_notes
 from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
 from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
 from hfopt.config.trainer_kind import read_task
-from hfopt.facts.training_keys import trl_default
+from hfopt.facts.training_keys import installed, trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
 
 Trainer = TrainerKind
@@ -48,8 +49,10 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
         lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
     task, labels = read_task(facts, trainer, is_factory=factory)
+    name = model_name(facts)
     return ModelSpec(
-        name=model_name(facts),
+        name=name,
+        overrides=_overrides(facts, named=name is not None),
         task=task,
         weights_dtype=_weights_dtype(facts, trainer, args, partly=lora is not None or method.last_layers is not None),
         stands_for=method.stands_for,
@@ -67,6 +70,43 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     )
 
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "embedding_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "d_model", "d_ff", "d_kv"),
+    *("num_layers", "num_heads", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "type_vocab_size", "tie_word_embeddings"),
+)
+"""Attributes of transformers' configs that decide how large a model is."""
+
+
+def _overrides(facts: Facts, *, named: bool) -> dict[str, Any]:
+    """What a file changes in a model's configuration, or, of a model that is named nowhere, its type and the sizes beside it.
+
+    `config_overrides` is of transformers' own scripts (run_clm.py).
+    """
+    stated = facts.text("config_overrides")
+    found: dict[str, Any] = {}
+    for part in (stated or "").split(","):
+        key, _, value = part.partition("=")
+        if value:
+            found[key.strip()] = _plain(value.strip())
+    kinds = [(path, value) for path, value in facts.all("model_type") if isinstance(value, str)]
+    if named or not kinds or is_swift(facts):
+        return found
+    place, kind = kinds[0]
+    sizes = {key: value for key in _SIZES for path, value in facts.all(key) if path[:-1] == place[:-1] and value is not None}
+    return {"model_type": kind.lower(), **sizes, **found} if sizes or found else {}
+
+
+def _plain(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | None:
     """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone.
 
@@ -79,20 +119,25 @@ def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | N
     return beta > 0 if trainer in ("GRPO", "RLOO") else None
 
 
+_DTYPE_KEYS = ("torch_dtype", "dtype", "model_dtype", "weights_dtype")
+
+
 def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, partly: bool) -> str | None:
     """What the tool loads the weights in, where the file does not say.
 
     LLaMA-Factory (model/adapter.py) loads in the compute type and makes what trains float32 again, unless pure_bf16, BAdam or ZeRO-3
-    keep it. TRL (trainer/utils.py, create_model_from_path; trainer/model_config.py) loads float32.
+    keep it. TRL (trainer/utils.py, create_model_from_path; trainer/model_config.py) loads float32, but hands a null on to transformers,
+    which takes the checkpoint's type for it since version 5.
     """
     if facts.true("pure_bf16"):
         return "bfloat16"
-    said = facts.text("torch_dtype", "dtype", "model_dtype", "weights_dtype")
+    said = facts.text(*_DTYPE_KEYS)
     if said is not None:
         return _DTYPES.get(said.lower().removeprefix("torch."))
     dialect = dialect_of(facts, trainer)
     if dialect.name == TRL.name:
-        return "bfloat16" if is_unsloth(facts) else trl_dtype()
+        unstated = "auto" if facts.has(*_DTYPE_KEYS) and release(installed().version) >= (5, 0) else trl_dtype()
+        return "bfloat16" if is_unsloth(facts) else unstated
     if dialect is not LLAMA_FACTORY:
         return None
     if not partly and not facts.true("use_badam") and not _zero_3(facts):
@@ -171,10 +216,10 @@ def _first(*values: Any) -> float:
 
 
 def _target(target: Any) -> tuple[str, ...] | str | None:
-    if target in ("all", "all-linear"):
-        return "all-linear"
     if isinstance(target, list) and len(target) == 1 and isinstance(target[0], str):
         target = target[0]  # TRL and axolotl hand a single text to peft, which takes it for a pattern
+    if target in ("all", "all-linear"):
+        return "all-linear"
     if isinstance(target, str) and re.search(r"[\\()*|\[$^]", target):
         return target
     return _strings(target) or None
@@ -232,11 +277,18 @@ _LENGTHS = (
     *("max_length", "model_max_length", "sequence_length", "seq_length", "seq_len", "context_length", "max_len", "context_len"),
     *("max_tokens_count", "max_token_count", "max_tokens_per_sample", "max_token_length", "max_tokens_length", "max_text_length"),
     *("tokenizer_max_length", "train_max_length", "max_context_length", "max_input_len", "sequence_len", "max_num_tokens", "max_seqlen"),
+    *("encoder_max_length", "encoder_max_len", "max_encoder_length", "source_max_length", "source_max_len", "max_source_len"),
+    *("max_length_tokens", "max_sample_length", "max_context_tokens", "max_tokens_len"),
+)
+_TARGET_LENGTHS = (
+    *("max_target_length", "max_output_length", "max_label_length", "decoder_max_length", "decoder_max_len", "max_decoder_length"),
+    *("target_max_length", "target_max_len", "max_target_len", "max_output_len", "max_summary_length"),
 )
 
 
 _AUDIO_SECONDS = (
     *("max_duration_in_seconds", "max_audio_seconds", "max_audio_length_s", "audio_seconds", "max_duration_s", "max_duration"),
+    *("max_length_seconds", "max_seconds", "max_duration_seconds", "max_audio_length_seconds", "max_audio_len"),
     *("max_audio_duration", "max_length_in_sec", "max_input_length_in_sec", "max_length_in_seconds", "max_audio_len_s", "max_audio_length"),
 )
 GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
@@ -244,7 +296,7 @@ FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
 
 
 def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
-    target = facts.whole("max_target_length", "max_output_length", "max_label_length")
+    target = facts.whole(*_TARGET_LENGTHS, not_under=_NOT_TRAINING)
     length = _length(facts, trainer)
     return DataSpec(
         dataset=_dataset(facts),

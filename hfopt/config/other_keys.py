@@ -161,13 +161,11 @@ else:
     import tomli as tomllib  # the same module under its old name
 
 _MOST_LISTED = 8
-_ABOUT_OTHERS = re.compile(
-    r"wandb|log|report|track|mlflow|swanlab|tensorboard|path|dir|file|folder|name|seed|save|push|hub|token|key|project|run|tag|version|desc"
-    r"|split|column|field|prompt|template|system|metric|patience|early|epoch|step|lr|rate|warm|decay|beta|eps|sched|proc|worker|cache|shuf"
-    r"|test|val|eval|train|data|sample|size|ratio|label|class|task|lang|reward|weight|coef|temp|top_|penalty|num_beams|gen|comment|author"
-    r"|random|defaults|hydra|active|profile|date|debug|verbose|entity|group|url|api|user|email|config|mode|type|format|device|gpu|node|port|host|timeout|monitor|resume|check"
+_OF_A_STEP = re.compile(
+    r"freez|(^|_)(layers?|hidden|heads?|dim|vocab|experts?|towers?|adapters?|embeddings?|pixels?|images?|frames?|crop|tiles?)(_|$)|batch_size"
+    r"|lora|quant|offload|checkpointing|recompute|flash|attn|attention|kernel|fused|packing|(^|_)len(gth)?(_|$)|parallel|shard|teacher|ema(_|$)"
 )
-"""Words in the names of keys about anything but what a step holds."""
+"""Words in the names of keys that may change what a step holds, wherever in the file they stand."""
 
 
 def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
@@ -181,18 +179,21 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
             continue
         if key in reasons:
             named.setdefault(reasons[key], []).append(f"{key}: {_shown(value)}")
-        elif (
-            path[:-1] in places
-            and not key.startswith("_")
-            and not _is_known(key, facts.asked)
-            and _ABOUT_OTHERS.search(key.lower()) is None
-        ):
+        elif not key.startswith("_") and not _is_known(key, facts.asked) and _may_matter(path, inside=path[:-1] in places):
             unknown.append(key)
     for why, settings in named.items():
         yield f"{', '.join(settings)} {'is' if len(settings) == 1 else 'are'} set; {why}"
     if unknown:
         more = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
         yield f"not read, so in no figure: {', '.join(dict.fromkeys(unknown[:_MOST_LISTED]))}{more}"
+
+
+def _may_matter(path: NodePath, *, inside: bool) -> bool:
+    """In a section of arguments whatever is not about other things; elsewhere in the file what names a part of a step."""
+    key = path[-1].lower().replace("-", "_")
+    if _OF_A_STEP.search(key) is not None:
+        return inside or not any(_words("other_sections") & set(re.split(r"[\W_]+", part.lower())) for part in path[:-1])
+    return inside and not _words("other_things") & set(re.split(r"[\W_]+", key))
 
 
 def _is_unset(value: Any) -> bool:
@@ -209,9 +210,19 @@ def _is_known(key: str, asked: Collection[str]) -> bool:
 
 
 @cache
-def _reasons() -> dict[str, str]:
+def _table() -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {key: group["why"] for group in table["named"] for key in group["keys"]}
+    return table
+
+
+@cache
+def _reasons() -> dict[str, str]:
+    return {key: group["why"] for group in _table()["named"] for key in group["keys"]}
+
+
+@cache
+def _words(which: str) -> frozenset[str]:
+    return frozenset(_table()[which].split())
 
 
 def _shown(value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from hfopt.compat.versions import source_folder
 from hfopt.config.argument_values import Severity
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.training_arguments import ACCUMULATION, BATCH, trl_keys
+from hfopt.config.training_arguments import ACCUMULATION, BATCH, MAYBE_WHOLE, WHOLE_BATCHES, trl_keys
 from hfopt.facts.training_keys import RENAMED, TRAINERS, trl_parser_keys
 
 _FAMILIES: tuple[tuple[str, str], ...] = (  # builder -> hub id; {} is the size as the Hub writes it
@@ -198,11 +198,22 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
         return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
     if dialect is MS_SWIFT:
         return swift_defaults(facts, args, world_size)
+    found = _of_a_whole_batch(facts, args, world_size)
     if dialect.name == TRL.name:
-        return _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
-    found = _of_seq2seq_script(facts, args)
+        return found | _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
+    found |= _of_seq2seq_script(facts, args)
     mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
     return found if mixed is None or {"fp16", "bf16"} & args.keys() else found | {mixed: True}
+
+
+def _of_a_whole_batch(facts: Facts, args: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """A script that is told the batch of a whole step, and that of a device, accumulates the rest."""
+    micro = args.get(BATCH)
+    if ACCUMULATION in args or not isinstance(micro, int) or micro < 1:
+        return {}
+    whole = facts.whole(*WHOLE_BATCHES) or (facts.whole(*MAYBE_WHOLE) if facts.whole("micro_batch_size") == micro else None)
+    steps, rest = divmod(whole or 0, micro * world_size)
+    return {ACCUMULATION: steps} if steps > 1 and rest == 0 else {}
 
 
 def _of_seq2seq_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:

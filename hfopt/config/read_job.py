@@ -28,7 +28,7 @@ from hfopt.config.validate import FoundProblem, SectionReader, check_together
 from hfopt.config.yaml_document import Document, NodePath, parse, read_bytes
 from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import as_of
-from hfopt.facts.training_keys import NEW_SPELLINGS, Installed, installed
+from hfopt.facts.training_keys import NEW_SPELLINGS, TRAINERS, Installed, installed, trl_parser_keys
 from hfopt.redact import is_secret
 from hfopt.schema import GENERATING, Place, Problem, TrainerKind, TrainJob
 
@@ -243,8 +243,18 @@ class _Reading:
         entry = definer.find(home.key) if definer is not None else None
         return self.document.place(entry.key_start if entry is not None else node.start if node is not None else 0)
 
+    def _is_read_by_a_script(self, trainer: Any, dialect: Dialect) -> bool:
+        """`trl` reads one flat file, and stops at a key that it does not know."""
+        if trainer not in TRAINERS or self.layout.main is None or self.layout.main.path:
+            return True
+        taken = trl_parser_keys(trainer)
+        return taken is not None and any(
+            key not in taken.keys and key not in dialect.gone and key not in GONE for key in self.document.data
+        )
+
     def _job(self, args: dict[str, Any], trainer: Any, homes: Mapping[str, Home]) -> TrainJob:
         assert self.layout.main is not None
+        dialect = dialect_of(self.facts, trainer)
         return TrainJob(
             path=self.document.path,
             section=self.layout.main.path,
@@ -256,8 +266,9 @@ class _Reading:
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
             world_size=self.world_size,
-            tool=dialect.name if (dialect := dialect_of(self.facts, trainer)).own_reader else None,
-            uses_trl=dialect_of(self.facts, trainer).name == TRL.name,
+            tool=dialect.name if dialect.own_reader else None,
+            uses_trl=dialect.name == TRL.name,
+            own_script=self._is_read_by_a_script(trainer, dialect),
             kept=_kept(self.document, homes),
             evaluation=read_evaluation_spec(self.facts),
         )

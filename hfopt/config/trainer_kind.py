@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.lookup import Facts, model_name
+from hfopt.config.lookup import Facts, is_off, model_name
 from hfopt.config.other_tools import is_swift, is_unsloth
 from hfopt.config.trained_parts import has_images
 from hfopt.config.training_arguments import trl_keys
@@ -40,9 +40,18 @@ _OWN_KEYS: tuple[tuple[TrainerKind, tuple[str, ...]], ...] = (
     ("KTO", ("desirable_weight", "undesirable_weight")),
     ("Reward", ("center_rewards_coefficient",)),
     ("CPO", ("gamma_beta_ratio", "simpo_gamma", "cpo_alpha")),
-    ("DPO", ("rpo_alpha", "f_divergence_type", "precompute_ref_log_probs", "ref_model_sync_steps", "pref_beta", "reference_free")),
+    (
+        "DPO",
+        (
+            *("rpo_alpha", "f_divergence_type", "precompute_ref_log_probs", "ref_model_sync_steps", "pref_beta", "reference_free"),
+            *("dpo_beta", "dpo_loss_type"),
+        ),
+    ),
 )
-"""Keys that only one trainer's config has (trl 0.12 to 1.16; gamma_beta_ratio: the scripts of the SimPO paper)."""
+"""Keys that only one trainer's config has (trl 0.12 to 1.16; gamma_beta_ratio: the scripts of the SimPO paper; dpo_*: scripts' own)."""
+_REFERENCES = ("ref_model", "ref_model_name_or_path", "ref_model_name", "ref_model_path", "reference_model")
+_MORE_THAN_SAMPLES: frozenset[TrainerKind] = frozenset({"DPO", "KTO", "ORPO", "CPO", "GRPO", "RLOO"})
+"""Trainers whose step holds more than the sample: a path that names one counts, where the file says nothing else."""
 _LOSSES: Mapping[str, TrainerKind] = {
     **dict.fromkeys(("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "apo_zero"), "DPO"),
     **dict.fromkeys(("aot_unpaired", "aot_pair", "apo_down", "discopop", "sigmoid_norm"), "DPO"),
@@ -88,6 +97,10 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
         return "SFT"
     if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
         return "Seq2SeqTrainer"
+    if facts.text(*_REFERENCES) is not None:
+        return by_path if by_path in _MORE_THAN_SAMPLES else "DPO"
+    if by_path in _MORE_THAN_SAMPLES and name is not None and _is_causal(name):
+        return by_path
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
 
 
@@ -95,7 +108,10 @@ def _by_section(data: Mapping[Any, Any]) -> TrainerKind | None:
     """A section of the method's own (`training: {grpo: {group_size: 4}}`), where there is one alone."""
     inner = [value for value in data.values() if isinstance(value, Mapping)]
     sections = [
-        key.lower() for level in (data, *inner) for key, value in level.items() if isinstance(key, str) and isinstance(value, Mapping)
+        key.lower()
+        for level in (data, *inner)
+        for key, value in level.items()
+        if isinstance(key, str) and isinstance(value, Mapping) and not is_off(value)
     ]
     words = {word for key in sections for word in re.split(r"[\W_]+", key)}
     found = {trainer for word, trainer in _NAMED.items() if word in words and word != "reward"}  # `reward:` is a part of GRPO's files
@@ -158,7 +174,6 @@ _TASKS: dict[str, Task] = {
     "text2textgeneration": "seq2seq_lm",
     "summarization": "seq2seq_lm",
     "translation": "seq2seq_lm",
-    "conditionalgeneration": "seq2seq_lm",
     "sequenceclassification": "sequence_classification",
     "seqcls": "sequence_classification",
     "textclassification": "sequence_classification",
@@ -194,6 +209,12 @@ _TASKS: dict[str, Task] = {
     "timeseries": "time_series",
     "forecasting": "time_series",
 }
+_GENERATING: tuple[
+    tuple[re.Pattern[str], Task], ...
+] = (  # X of XForConditionalGeneration; of others the checkpoint's config says what it is
+    (re.compile(r"u?m?t5|longt5|m?bart|led|pegasus|marian|m2m|nllb|prophetnet|blenderbot|switch"), "seq2seq_lm"),
+    (re.compile(r"whisper|speech|moonshine"), "speech_seq2seq"),
+)
 _LABELLED: dict[str, tuple[Task, int | None]] = {
     **dict.fromkeys(("squad", "squad_v2", "newsqa", "natural_questions"), ("question_answering", None)),
     **dict.fromkeys(("conll2003", "wnut_17", "wikiann", "conllpp", "ncbi_disease", "bc5cdr"), ("token_classification", None)),
@@ -289,5 +310,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def _task_of(text: str) -> Task | None:
     """'text-classification', 'SEQ_CLS' and 'AutoModelForSequenceClassification' all name a task."""
+    if (of_class := re.fullmatch(r"(\w+?)forconditionalgeneration", text.lower())) is not None:
+        return next((task for words, task in _GENERATING if words.match(of_class[1])), None)
     word = re.sub(r"[^a-z0-9]", "", text.lower().rsplit("modelfor", 1)[-1].rsplit("for", 1)[-1])
     return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))

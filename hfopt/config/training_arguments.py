@@ -77,6 +77,9 @@ GONE: dict[str, Gone] = {
     "xpu_backend": Gone(to="ddp_backend", why="its old name"),
 }
 
+# What changes for the training when TRL's parser no longer takes a key.
+WITHOUT_IT = {"max_prompt_length": "; prompts are not cut to it any more, so leave longer ones out of the dataset"}
+
 # Values that went while their key stayed: key -> old value -> new value.
 GONE_VALUES: dict[str, dict[Any, Any]] = {
     "optim": {"adamw_hf": "adamw_torch", "adamw_apex_fused": "adamw_torch_fused"},
@@ -139,7 +142,13 @@ ALIASES: dict[str, str] = {
     "per_gpu_batch_size": BATCH,
     "micro_batch_size": BATCH,
     "batch_size_per_device": BATCH,
+    "batch_size_per_gpu": BATCH,
     "device_batch_size": BATCH,
+    "max_per_device_train_batch_size": BATCH,
+    "per_device_train_bs": BATCH,
+    "micro_train_batch_size": BATCH,
+    "train_micro_batch_size": BATCH,
+    "train_bs": BATCH,
     "eval_batch_size": "per_device_eval_batch_size",
     "gradient_accumulation": ACCUMULATION,
     "grad_accumulation_steps": ACCUMULATION,
@@ -168,6 +177,10 @@ ALIASES: dict[str, str] = {
     "enable_liger_kernel": "use_liger_kernel",
     "use_liger": "use_liger_kernel",
 }
+
+# Of several aliases in one section these count last: beside a `micro_batch_size` they are the batch of a whole step.
+MAYBE_WHOLE = ("batch_size", "train_batch_size")
+WHOLE_BATCHES = ("global_batch_size", "total_batch_size", "effective_batch_size", "total_train_batch_size", "global_train_batch_size")
 
 # Aliases that a tool of its own reads: right as they are, so not worth a word.
 QUIET_ALIASES = frozenset({"enable_liger_kernel", "use_liger"})

@@ -26,6 +26,7 @@ from hfopt.config.training_arguments import (
     GONE,
     NEWER,
     QUIET_ALIASES,
+    WITHOUT_IT,
     Gone,
     known_elsewhere,
 )
@@ -36,7 +37,6 @@ from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Place, Problem
 
 _EXACT_SECTIONS = frozenset(["training_args", "trainingarguments", "training_arguments", "trainer_args", "seq2seqtrainingarguments"])
-
 _FOREIGN_VALUE = frozenset({"wrong_type", "unknown_value", "removed_value", "unresolved", "none_as_string"})
 
 
@@ -175,7 +175,7 @@ class SectionReader:
 
     def _read_gone_from_tool(self, key: str, new: str | None) -> None:
         """A key that the tool's parser took once and refuses now."""
-        message = f"{key} is gone from TRL {self.dialect.version}, whose parser refuses it"
+        message = f"{key} is gone from TRL {self.dialect.version}, whose parser refuses it{WITHOUT_IT.get(key, '')}"
         if new is None or new in self.values:
             fix = "drop the line" if new is None else f"drop the line; {new} is set already"
             self._say(key, "removed_key", "error", message, fix, (Operation(path=self.section.path, key=key, remove=True),))

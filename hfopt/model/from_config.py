@@ -34,7 +34,7 @@ from hfopt.model.losses import (
     why_batch_dependent,
 )
 from hfopt.model.sample_shape import Reading, size_batch
-from hfopt.model.sources import ConfigSource, find_config, is_reference, stated_model
+from hfopt.model.sources import ConfigSource, is_reference, source_of, stated_model
 from hfopt.model.trl_trainer import carried_trainer, trl_classes, trl_loss
 from hfopt.model.trl_workload import PICTURED, Pictured, cut_images, in_one_row, trl_batches, trl_notes, trl_setup
 from hfopt.schema import GENERATING, Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
@@ -60,10 +60,9 @@ def from_spec(
 
     With TRL's arguments the step is that of TRL's own trainer, where it is installed; else a preference loss is one of our own rules.
     """
-    name = stated_model(model)
-    if is_reference(name):
-        return from_reference(replace(model, name=name))
-    source = find_config(name, like=model.like)
+    if model.name is not None and is_reference(model.name):
+        return from_reference(replace(model, name=stated_model(model)))
+    source = source_of(model)
     config, own_code = _config(source, model)
     config = config if layers is None else _config_of_depth(config, layers) or config
     head = remote_head(source, model.task) if own_code else _head(config, model, trainer)

@@ -68,6 +68,15 @@ def stated_model(model: ModelSpec) -> str:
     return name
 
 
+def source_of(model: ModelSpec) -> ConfigSource:
+    """The configuration of the model that is stated: a published one, or a new one of the type and the sizes that the file gives."""
+    made = model.overrides.get("model_type")
+    if model.name is None and model.like is None and isinstance(made, str):
+        note = f"no checkpoint is named: a new {made} of the sizes in the file is planned"
+        return ConfigSource(name=f"a new {made}", fields={"model_type": made}, where="the file", note=note)
+    return find_config(stated_model(model), like=model.like)
+
+
 def find_config(name: str, *, like: str | None = None) -> ConfigSource:
     """The configuration of a model by folder, path of a config.json, or hub id; where none is found, that of the model it is `like`."""
     try:

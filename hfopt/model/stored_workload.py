@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.model.sources import find_config, is_reference, stated_model
+from hfopt.model.sources import is_reference, source_of, stated_model
 from hfopt.schema import Assumption, BatchShape, ConfigFacts, LengthSpread, TrainJob, Workload
 from hfopt.store import Store
 from hfopt.typed_json import NotPlainError, from_json, to_json
@@ -86,10 +86,9 @@ Build = Callable[[TrainJob], Workload]
 def workload_key(job: TrainJob) -> str | None:
     """The same for the same workload; None where it may not be kept. A model that is not stated or not to be found is an error, as it is
     when the workload is built: only sooner."""
-    name = stated_model(job.model)
-    if is_reference(name):
+    if job.model.name is not None and is_reference(stated_model(job.model)):
         return None
-    source = find_config(name, like=job.model.like)
+    source = source_of(job.model)
     if "auto_map" in source.fields:
         return None
     parts = {

@@ -138,6 +138,9 @@ class Subject:
         meant = self.job.for_transformers
         if meant is not None:
             device = (Assumption(what="transformers", value=f"{meant} for the file, {installed().version} for the figures"), *device)
+        if self.loaded is not None and BATCH not in self.job.raw:
+            size_of_batch = f"{self.job.per_device_batch}, the Trainer's own"
+            device = (*device, Assumption(what="batch", value=size_of_batch, guessed=True, settle=BATCH))
         return (*device, *self.workload.assumed, size, Assumption(what="host", value=cores, guessed=away))
 
     @property
@@ -242,7 +245,7 @@ def _on_cpu(request: Request) -> tuple[str, ...]:
 
 def _check_named(job: TrainJob, path: Path) -> None:
     """A config that keeps its model in the file beside it is answered with that file."""
-    if job.model.name is None and job.model.like is None and (beside := named_beside(path)) is not None:
+    if job.model.name is None and job.model.like is None and not job.model.overrides and (beside := named_beside(path)) is not None:
         raise ConfigError(
             f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {shlex.quote(str(beside[0]))}"
         )

@@ -157,12 +157,11 @@ def _tiny_workload(job: TrainJob, workload: Workload) -> Workload | None:
     import transformers
 
     from hfopt.model.from_config import from_job
-    from hfopt.model.sources import find_config
+    from hfopt.model.sources import source_of
 
     if workload.task == "custom":
         return workload if workload.parameters <= _MOST_CUSTOM_PARAMETERS else None
-    assert job.model.name is not None
-    fields = {**find_config(job.model.name).fields, **job.model.overrides}
+    fields = {**source_of(job.model).fields, **job.model.overrides}
     model_type = fields.get("model_type")
     if model_type not in transformers.CONFIG_MAPPING:
         return None  # code of its own

@@ -178,7 +178,7 @@ def use_words(facts: PlanFacts, file: str | None) -> str:
     if job.tool in TOOLS:
         command = "swift rlhf" if job.tool == "ms-swift" and job.trainer != "SFT" else TOOLS[job.tool]
         return f"{command} {target}{unnamed}"
-    if job.uses_trl:
+    if job.uses_trl and not job.own_script:
         return f"trl {job.trainer.lower()} --config {target}{unnamed}"
     return f"python train.py {target}{'' if target == job.path else f', instead of {job.path}'}{unnamed}"
 

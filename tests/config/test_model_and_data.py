@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from hfopt.compat.versions import release
 from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import load_bytes
 from hfopt.errors import ConfigError
-from hfopt.facts.training_keys import trl_default
+from hfopt.facts.training_keys import installed, trl_default
 from hfopt.schema import Lora, Quantization, TrainJob
 
 ARGUMENTS = "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nlearning_rate: 1.0e-4\n"
@@ -38,6 +39,7 @@ def job(text: str, path: str = "c.yaml") -> TrainJob:
         "model: bert\nmodel_name: org/name",
         "model_key: small\nmodels:\n  small: {hf_id: org/name}",
         "backbone: org/name",
+        "restore_from: org/name",
     ],
 )
 def test_the_model_is_found(text: str) -> None:
@@ -46,7 +48,10 @@ def test_the_model_is_found(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["max_seq_length: 512", "max_length: 512", "block_size: 512", "cutoff_len: 512", "model_max_length: 512", "data: {max_seq_len: '512'}"],
+    [
+        *("max_seq_length: 512", "max_length: 512", "block_size: 512", "cutoff_len: 512", "model_max_length: 512"),
+        *("data: {max_seq_len: '512'}", "tokenizer: {encoder_max_len: 512, decoder_max_len: 64}"),
+    ],
 )
 def test_the_length_is_found(text: str) -> None:
     assert job(text + "\ngeneration: {max_length: 99}").data.max_length == 512
@@ -84,6 +89,7 @@ def test_the_dataset_is_found(text: str, dataset: str) -> None:
         ("finetuning_type: full\nlora_rank: 4", None),
         ("peft:\n  r: 4\n  lora_alpha: 8\n  target_modules: [q]", Lora(r=4, alpha=8, target_modules=("q",))),
         ("lora: {enabled: false, r: 4}", None),
+        ("use_peft: true\nlora_target_modules: [all-linear]", Lora(r=16, alpha=32, dropout=0.05, target_modules="all-linear")),
         ("training_type: full\nlora: {r: 4}", None),
         ("method: qlora", Lora(r=16, alpha=32, dropout=0.05)),
         ("lora: true\nlora_rank: 4", Lora(r=4, alpha=32, dropout=0.05)),
@@ -151,6 +157,17 @@ def test_a_script_that_packs_the_weights_must_add_an_adapter() -> None:
         ("loss_type: focal\nmax_length: 128", "Trainer", None),
         ("pretrained_model: openai/whisper-small\nuse_peft: false\npredict_with_generate: true", "Seq2SeqTrainer", None),
         ("model_name: bert-base-uncased\nuse_peft: true", "Trainer", None),
+        (
+            "model_name: x/y-7b\nsft: {enabled: true}\ndpo: {enabled: false, beta: 0.1}\ngrpo: {enabled: false, num_generations: 4}",
+            "SFT",
+            "causal_lm",
+        ),
+        ("model_name: x/y-7b\nref_model_name_or_path: x/y-7b\nmax_length: 64", "DPO", "causal_lm"),
+        ("model_name: x/y-7b\ndpo_beta: 0.1", "DPO", "causal_lm"),
+        ("model_name: x/y\nmodel_class: Llama4ForConditionalGeneration\npacking: true", "SFT", "causal_lm"),
+        ("model_name: x/y\nmodel_class: T5ForConditionalGeneration", "Trainer", "seq2seq_lm"),
+        ("model_name: x/y\nmodel_class: WhisperForConditionalGeneration", "Trainer", "speech_seq2seq"),
+        ("model_name: x/y\nmodel_class: Qwen2VLForConditionalGeneration", "Trainer", None),
     ],
 )
 def test_trainer_and_task(text: str, trainer: str, task: str | None) -> None:
@@ -182,6 +199,7 @@ def test_grpo_sequences_are_prompt_and_completion() -> None:
         ("finetuning_type: freeze\nbf16: true", "bfloat16"),
         ("packing: true\nmax_length: 10", "float32"),
         ("packing: true\ndtype: bfloat16", "bfloat16"),
+        ("packing: true\ndtype: null", "auto" if release(installed().version) >= (5, 0) else "float32"),  # handed on to transformers
     ],
 )
 def test_what_the_weights_are_stored_in(text: str, dtype: str | None) -> None:
@@ -267,6 +285,42 @@ def test_a_train_batch_is_the_batch() -> None:
     assert read is not None and read.per_device_batch == 4
 
 
+@pytest.mark.parametrize(
+    ("text", "batches"),
+    [
+        ("batch_size: 128\nmicro_batch_size: 4\ncutoff_len: 512\nbase_model: x/y", (4, 32)),
+        ("sizes: {max_per_device_train_batch_size: 4, total_train_batch_size: 32}", (4, 8)),
+        ("per_device_train_batch_size: 4\nglobal_batch_size: 30", (4, 1)),
+        ("batch_size: 8\ngradient_accumulation_steps: 2", (8, 2)),
+    ],
+)
+def test_the_batch_of_a_device_and_of_a_whole_step(text: str, batches: tuple[int, int]) -> None:
+    read = load_bytes(f"{text}\nlearning_rate: 1.0e-4\nnum_train_epochs: 3\n".encode(), "c.yaml").job
+    assert read is not None and (read.per_device_batch, read.accumulation) == batches and read.tool is None
+
+
+def test_a_model_of_the_files_own_sizes() -> None:
+    assert job("config_name: gpt2\nconfig_overrides: n_embd=64,n_layer=2").model.overrides == {"n_embd": 64, "n_layer": 2}
+    made = job("model_config: {model_type: llama, hidden_size: 64, num_hidden_layers: 2, note: x}\nother: {vocab_size: 9}").model
+    assert made.name is None and made.overrides == {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
+    assert job("model_type: llama").model.overrides == {}, "a family alone is no model"
+    assert job("model_name: x/y\nmodel: {model_type: llama, hidden_size: 64}").model.overrides == {}
+
+
+def test_sections_that_are_switched_off_do_not_count() -> None:
+    text = "model: x/y-7b\nsft: {enabled: true, per_device_train_batch_size: 4, learning_rate: 0.1}\n"
+    text += "dpo: {enabled: false, per_device_train_batch_size: 2, learning_rate: 0.1, max_length: 99}\n"
+    read = load_bytes(text.encode(), "c.yaml").job
+    assert read is not None and (read.section, read.per_device_batch, read.data.max_length) == (("sft",), 4, None)
+
+
+def test_whose_parser_reads_the_file() -> None:
+    flat = "model_name_or_path: x/y-7b\ndataset_name: x\npacking: true\n"
+    assert not job(flat).own_script and not job(f"{flat}torch_dtype: null").own_script
+    assert job(f"{flat}use_flash_attention_2: true").own_script
+    assert job("orpo_alpha: 0.1\nbeta: 0.1\nmax_length: 5", "orpo.yaml").own_script, "trl has no such command"
+
+
 def test_a_source_and_its_target() -> None:
     told = job("max_source_length: 256\nmax_target_length: 64").data
     assert (told.max_length, told.max_target_length, told.target_follows) == (256, 64, True)
@@ -300,6 +354,8 @@ def test_llama_factorys_datasets() -> None:
     ],
 )
 def test_the_nearest_name_of_a_trainer_counts(path: str, trainer: str) -> None:
+    short = load_bytes(b"model_name: x/y-7b\nmax_length: 64\nper_device_train_batch_size: 2\n", path).job
+    assert short is not None and short.trainer == (trainer if trainer == "DPO" else "Trainer"), "a step that holds more than the samples"
     read = load_bytes(b"model_name_or_path: x/y-7b\nuse_peft: true\nper_device_train_batch_size: 2\n", path).job
     assert read is not None and read.trainer == trainer
 

@@ -31,8 +31,15 @@ def test_a_key_nobody_knows_is_listed() -> None:
     assert many[0].endswith("knob_h and 2 more")
 
 
+def test_a_key_about_the_model_is_listed_wherever_it_stands() -> None:
+    assert said("model: {name: gpt2, num_extra_layers: 3}\n") == ("not read, so in no figure: num_extra_layers",)
+    (frozen,) = said("model: {name: gpt2, freeze_base_model: true}\n")
+    assert frozen.startswith("freeze_base_model: true is set; which layers it trains is not read")
+
+
 def test_what_is_read_neutral_or_about_other_things_is_not_listed() -> None:
     assert said(FACTORY + "plot_loss: true\npissa_init: true\noverwrite_cache: true\nbf16: true\nlogging_steps: 5\n") == ()
     assert said("model_name: gpt2\nmax_length: 128\nwandb_project: x\nearly_stopping_patience: 3\nmy_output_path: y\n") == ()
     assert said("model_name: gpt2\n_target_: x.Y\n") == ()
+    assert said("model_name: gpt2\ninference: {batch_size: 64, max_new_tokens_length: 9}\ntruncation_side: 0\n") == ()
     assert said("model: {name: gpt2, odd_thing: 3}\ntrackers: {other_thing: 4}\n") == (), "sections that hold no arguments"

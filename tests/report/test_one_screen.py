@@ -106,6 +106,7 @@ def test_the_command_is_that_of_the_tool_that_reads_the_file(facts: PlanFacts) -
     assert use_words(facts, None).endswith("(save it with -o planned.yaml)")
     trl = replace(facts, job=replace(job, uses_trl=True, trainer="SFT"))
     assert use_words(trl, "new.yaml") == "trl sft --config new.yaml"
+    assert use_words(replace(trl, job=replace(trl.job, own_script=True)), "new.yaml").startswith("python train.py new.yaml")
     assert use_words(replace(facts, job=replace(job, tool="LLaMA-Factory")), "new.yaml") == "llamafactory-cli train new.yaml"
     assert use_words(replace(facts, job=replace(job, path=None)), None) == "args = plan.apply(args), or plan.to_yaml()"
     shared = EngineChoice(name="DDP", reason="it fits", commands=("accelerate launch x.py new.yaml", "torchrun x.py new.yaml"))
