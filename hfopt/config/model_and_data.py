@@ -12,7 +12,7 @@ from typing import Any, Literal
 from hfopt.compat.versions import release
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
-from hfopt.config.other_keys import stage_notes
+from hfopt.config.other_keys import beyond_one_model, stage_notes
 from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
 from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
 from hfopt.config.trainer_kind import read_task
@@ -67,6 +67,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         trust_remote_code=facts.true("trust_remote_code"),
         last_layers=method.last_layers,
         notes=notes,
+        beyond=beyond_one_model(facts),
     )
 
 
@@ -151,7 +152,9 @@ def _zero_3(facts: Facts) -> bool:
 
 
 def _attention(facts: Facts) -> str | None:
-    said = facts.text("attn_implementation", "attention_implementation", "attn_impl")
+    said, loose = facts.text("attn_implementation", "attention_implementation", "attn_impl"), facts.text("attention", "attention_type")
+    if said is None and loose in ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"):
+        return loose
     if said is not None:
         return {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2"}.get(said, said)  # flash_attn: ms-swift's name for it
     if facts.true("use_flash_attention_2", "use_flash_attention", "flash_attention_2", "use_flash_attn"):
@@ -182,7 +185,8 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
         rank = flat or nested or (8 if swift == "lora" else 16)
         alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
         dropout = _first(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
-        target = facts.get("lora_target_modules", "lora_target", "target_modules") or ("all-linear" if swift == "lora" else None)
+        target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
+        target = target or facts.get("target", "targets", "modules", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
     return Lora(
         r=rank,
         alpha=float(alpha),
@@ -235,7 +239,9 @@ def _quantization(facts: Facts, factory: bool) -> Quantization | None:
     bits = _quantized_bits(facts)
     if bits is None:
         return None
-    double = facts.true("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant")
+    double = facts.true(
+        "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant", "double_quant", "nested_quant"
+    )
     return Quantization(
         bits=bits,
         quant_type=facts.text("bnb_4bit_quant_type", "quantization_type") or "nf4",

@@ -146,10 +146,24 @@ def broken_rules(facts: Facts) -> Iterator[FactoryRule]:
     return (rule for rule in RULES if rule.broken(facts))
 
 
+_OF_PPO = ("num_ppo_epochs", "ppo_epochs", "total_episodes", "cliprange_value", "vf_coef")  # trl's PPOConfig, past and present
+_TEACHERS = ("teacher_model_name_or_path", "teacher_model", "teacher_model_path", "teacher_name_or_path", "teacher")
+_DATA_MAKING = ("data", "dataset", "datasets", "generation", "generate", "synthetic", "data_generation", "synthesis")
+
+
+def beyond_one_model(facts: Facts) -> str | None:
+    """Why a step of the trained model alone says nothing of the job: others work on the card beside it."""
+    if facts.has(*_OF_PPO) or "ppo" in ((facts.text("stage") or "").lower(), (facts.text("rlhf_type") or "").lower()):
+        return "PPO trains a policy and a value model beside a reward and a reference model, and generates between its updates"
+    if facts.text("judge") is not None and facts.has("missing_eos_penalty", "max_new_tokens", "reward_model_path"):
+        return "an online method generates with the model that it trains, beside a reference and a judge"
+    teacher = facts.text(*_TEACHERS, not_under=_DATA_MAKING) or facts.text("name", "model", "path", "name_or_path", under=("teacher",))
+    hosted = teacher is None or "/" not in teacher  # a teacher behind an API only writes the data
+    return None if hosted else f"a teacher ({teacher}) stands beside the trained model, and the logits of both are held whole"
+
+
 def stage_notes(facts: Facts) -> tuple[str, ...]:
     """What a stage does beside the step that is planned."""
-    if _stage(facts) == "ppo":
-        return ("stage: ppo is planned as its update alone: generation, the reward model and the reference are not in the figures",)
     if facts.true("do_predict", "do_eval") and not facts.true("do_train"):
         return ("do_train is not set, so this file evaluates or predicts: what is planned is a training with its settings",)
     return ()

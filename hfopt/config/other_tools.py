@@ -280,6 +280,10 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
     ),
     ("ludwig", lambda data: _has("input_features", "output_features", of=1)(data)),
     ("LLaMA-Factory v1, which trains by a loop of its own", _has("dist_config", "kernel_config", "sample_backend", "model_class", of=2)),
+    (
+        "Megatron-SWIFT, whose engine is Megatron's own",
+        lambda data: _has("micro_batch_size", "global_batch_size")(data) and _has("tuner_type", "train_type", "rlhf_type", of=1)(data),
+    ),
     ("llm-foundry", _has("max_duration", "device_train_microbatch_size", "global_train_batch_size", of=2)),
     ("mergekit", _has("merge_method", "slices", "models", of=2)),
     ("NeMo", lambda data: isinstance(data.get("trainer"), dict) and "exp_manager" in data),

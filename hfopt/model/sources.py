@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,6 +71,8 @@ def stated_model(model: ModelSpec) -> str:
 
 def source_of(model: ModelSpec) -> ConfigSource:
     """The configuration of the model that is stated: a published one, or a new one of the type and the sizes that the file gives."""
+    if model.beyond is not None:
+        raise WorkloadError(f"not planned: {model.beyond}", hint=f"the model alone: hfopt estimate {shlex.quote(model.name or 'MODEL')}")
     made = model.overrides.get("model_type")
     if model.name is None and model.like is None and isinstance(made, str):
         note = f"no checkpoint is named: a new {made} of the sizes in the file is planned"

@@ -112,6 +112,7 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
 
 
 ALTERNATIVES = 24
+_RISEN = 1.25  # times the memory of the config as it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         correction=result.correction,
         neutrality=course.neutrality,
         assumed=_assumed(course),
-        warnings=_warnings(course),
+        warnings=(*_warnings(course), *_risen_on_a_guess(course, before.memory, after.memory)),
         notes=tuple(dict.fromkeys((*course.device.notes, *of_the_file, *_notes(course), *_failures(course)))),
         about_the_file=of_the_file,
         weights_dtype=subject.workload.weights_dtype,
@@ -255,6 +256,18 @@ def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
     kernels = missing_kernels(course.device.gpu, torch_build())
     overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
     return (*wrong, *(() if kernels is None else (str(kernels),)), *_growing(course), *course.subject.warnings, *overflow)
+
+
+_GUESSED_SIZES = ("length", "prompt length", "audio", "image")
+
+
+def _risen_on_a_guess(course: PlanningOutcome, before: MemoryPeak, after: MemoryPeak) -> tuple[str, ...]:
+    """What a sample is like is not stated, and more memory is taken because of what was put in its place."""
+    guesses = [one for one in course.subject.assumed if one.what in _GUESSED_SIZES and one.guessed]
+    if not guesses or after.device_bytes < _RISEN * before.device_bytes:
+        return ()
+    words = " and ".join(f"{one.what} {one.value} ({one.settle})" for one in guesses)
+    return (f"{words}: not stated, so assumed, and the plan takes more memory than the config did: larger samples may not fit",)
 
 
 def _instead(winner: Candidate) -> str:

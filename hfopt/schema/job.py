@@ -124,6 +124,7 @@ class ModelSpec:
     widens_trained: bool = False  # what trains is made float32, the rest stays
     notes: tuple[str, ...] = ()  # what of its tuning was planned by something close
     float32_modules: tuple[str, ...] = ()  # parts of their names: kept in float32 whatever the other weights are stored in
+    beyond: str | None = None  # why a step of this model alone says nothing of the job: it is refused
     like: str | None = None  # the known model whose architecture it has, where its own config is not to be found
 
 

@@ -92,6 +92,7 @@ def test_the_dataset_is_found(text: str, dataset: str) -> None:
         ("use_peft: true\nlora_target_modules: [all-linear]", Lora(r=16, alpha=32, dropout=0.05, target_modules="all-linear")),
         ("training_type: full\nlora: {r: 4}", None),
         ("method: qlora", Lora(r=16, alpha=32, dropout=0.05)),
+        ("adapter: {type: lora, rank: 4, target: all-linear}", Lora(r=4, alpha=8, target_modules="all-linear")),
         ("lora: true\nlora_rank: 4", Lora(r=4, alpha=32, dropout=0.05)),
         ("max_seq_length: 4", None),
     ],
@@ -109,6 +110,7 @@ def test_adapters_are_read_as_their_tool_reads_them(text: str, lora: Lora | None
         ("quantization:\n  load_in_4bit: true\n  bnb_4bit_compute_dtype: bfloat16", Quantization(bits=4, compute_dtype="bfloat16")),
         ("load_in_4bit: false", None),
         ("method: qlora", Quantization(bits=4)),
+        ("model: {quantization: {bits: 4, double_quant: true}}", Quantization(bits=4, double_quant=True)),
         ("model: {quantization_strategy: 4bit}", Quantization(bits=4)),
         ("quantization: {enabled: true, bits: 8}", Quantization(bits=8)),
         ("quantization: {enabled: false, bits: 4}", None),
@@ -218,6 +220,8 @@ def test_llama_factory_checkpoints_unless_told_not_to() -> None:
         ("use_flash_attention_2: true", "flash_attention_2"),
         ("flash_attn: fa2", "flash_attention_2"),
         ("flash_attn: auto", None),
+        ("model: {attention: flash_attention_2}", "flash_attention_2"),
+        ("attention: multi-query", None),
     ],
 )
 def test_attention(text: str, attention: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hfopt.errors import ConfigError, NothingFits
+from hfopt.errors import ConfigError, NothingFits, WorkloadError
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.kept_replays import Replay
 from hfopt.memory.step_memory import Estimate, estimate
@@ -66,6 +67,31 @@ def test_the_effective_batch_is_the_same_before_and_after(tmp_path: Path, model:
     after = yaml.safe_load(result.to_yaml())
     assert after["per_device_train_batch_size"] * after.get("gradient_accumulation_steps", 1) == batch * accumulation
     assert result.facts.effective_batch == batch * accumulation
+
+
+def test_more_memory_on_a_guessed_length_is_a_warning(tmp_path: Path, model: Path) -> None:
+    stated = write(tmp_path, model, per_device_train_batch_size=2, gradient_accumulation_steps=64, bf16=True)
+    assert made(stated).facts.warnings == ()
+    guessed = stated.with_name("guessed.yaml")
+    guessed.write_text(stated.read_text().replace("max_seq_length: 64\n", ""))
+    found = made(guessed).facts
+    assert found.after.memory.device_bytes > 1.25 * found.before.memory.device_bytes
+    (warning,) = found.warnings
+    assert warning.startswith("length ") and "(--seq-len): not stated, so assumed" in warning
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"num_ppo_epochs": 4, "total_episodes": 1000}, "PPO trains a policy and a value model"),
+        ({"teacher_model_name_or_path": "org/large"}, "a teacher (org/large) stands beside"),
+        ({"judge": "pair_rm", "max_new_tokens": 53}, "generates with the model that it trains"),
+    ],
+)
+def test_a_job_of_several_models_is_refused(tmp_path: Path, model: Path, args: dict[str, object], words: str) -> None:
+    with pytest.raises(WorkloadError, match=re.escape(words)):
+        made(write(tmp_path, model, **args))
+    assert from_file(write(tmp_path, model, data={"teacher_model": "org/large"}, teacher_model="gpt-4o"), Request(gpu=CARD)).job
 
 
 def test_the_same_input_gives_the_same_bytes_and_keeps_the_rest_of_the_file(tmp_path: Path, model: Path) -> None:
