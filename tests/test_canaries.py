@@ -186,7 +186,8 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
     },
     "peft": {
-        "model/builder": ("peft.get_peft_model", "peft.LoraConfig"),
+        "model/builder": ("peft.get_peft_model", "peft.LoraConfig", "peft.LoraConfig._register_custom_module"),
+        "model/quantize": ("peft.tuners.lora.layer.Linear._cast_input_dtype", "peft.utils.integrations.dequantize_module_weight"),
         "virtual/site/hfopt_rehearsal_files": ("peft.peft_model.PeftModel.save_pretrained",),
     },
     "trl": {

@@ -33,7 +33,7 @@ from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.heads import Head, config_for
 from hfopt.model.losses import REFERENCE
-from hfopt.model.quantize import quantize
+from hfopt.model.quantize import adapters, quantize
 from hfopt.model.sources import ConfigSource
 from hfopt.model.trl_trainer import TrlSetup
 from hfopt.model.vision_language import freeze_parts, modules_of_parts
@@ -135,7 +135,7 @@ def lora_config(lora: Lora, task: Task, without: str | None = None) -> Any:
     if lora.r < 1:
         raise WorkloadError(f"LoRA's rank is {lora.r}; it must be at least 1", hint="set r (lora_r) to for example 8")
     targets = lora.target_modules
-    return LoraConfig(
+    config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -146,6 +146,8 @@ def lora_config(lora: Lora, task: Task, without: str | None = None) -> Any:
         task_type=_PEFT_TASKS.get(task),
         exclude_modules=without,
     )
+    config._register_custom_module(adapters())
+    return config
 
 
 def add_lora(model: nn.Module, lora: Lora, task: Task, without: Sequence[ModelPart] = ()) -> nn.Module:
@@ -240,8 +242,6 @@ class Recipe:
         )
 
     def assemble(self) -> nn.Module:
-        if self.spec.quantization is not None and self.spec.lora is not None and self.spec.lora.use_dora:
-            raise WorkloadError("DoRA on packed weights is not modelled", hint="use LoRA on packed weights, or DoRA on unpacked ones")
         model = self._bare()
         if self.spec.quantization is not None:
             model = quantize(model, self.spec.quantization)

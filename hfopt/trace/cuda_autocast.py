@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C import DispatchKey
@@ -187,7 +188,10 @@ def _batch_norm(
 
 @contextlib.contextmanager
 def cuda_rules(capability: tuple[int, int]) -> Iterator[None]:
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    asked = torch.is_autocast_enabled
+    # code that asks without naming a device asks for CUDA, whose autocast is the CPU's here
+    answers = mock.patch.object(torch, "is_autocast_enabled", lambda *device: asked(*(device or ("cpu",))))
+    with answers, torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", Attention(capability), "AutogradCPU")
         library.impl("linear", _linear, "AutogradCPU")
