@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
+from hfopt.memory.counted_step import counted_parameters
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve, WritingBytes
 from hfopt.memory.layer_extrapolation import DepthCurve
@@ -108,6 +109,8 @@ class TraceStore:
 
 def kept_count(workload: Workload) -> ParameterCount:
     """The parameters of a model, from the disk or counted."""
+    if workload.blocks is not None:
+        return counted_parameters(workload.blocks)
 
     def count() -> ParameterCount:
         return counted(whole(workload))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,27 @@ from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore, before_tracing
+from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.evaluation_choice import first_evaluation
-from hfopt.planner.nothing_fits import WOULD_FIT, Rescue, first_answer
+from hfopt.planner.first_answer import counted_workload, first_answer, kept_answer
+from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
 from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress, Request, Subject, from_file
+from hfopt.planner.request import Progress, Request, Subject, from_file, workload_of
 from hfopt.planner.result import Plan
 from hfopt.planner.search import TIE, SearchResult, best_first
 from hfopt.planner.space import Space, candidates
 from hfopt.planner.target import device_of
 from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.planner.trials import Tryout, confirmed
-from hfopt.schema import Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial
+from hfopt.schema import Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.store import default_store
 from hfopt.units import format_bytes
+
+OwnPrice = Callable[[MemoryPeak, int, bool], None]  # memory, what may be used of the device, whether it fits
 
 
 def make_plan(
@@ -53,9 +58,19 @@ def make_plan(
     started = time.perf_counter()
     first: list[str] = []
 
-    def known(job: TrainJob, hardware: Hardware) -> None:
+    def known(job: TrainJob, hardware: Hardware) -> Workload | None:
+        """Where counting alone settles it, nothing is imported and nothing tried."""
+        found = first_answer(job, hardware, request.headroom)
+        if found is not None and found.verdict == "impossible" and not request.allow:
+            counted = counted_workload(job, partial(workload_of, job, lean=request.own_process))
+            if counted is not None:
+                return counted
+        first.extend([] if found is None else [found.words])
         tryout.prepare(job, hardware)
-        first.extend(filter(None, [first_answer(job, hardware, request.headroom)]))
+        return None
+
+    def priced(memory: MemoryPeak, usable_bytes: int, fits: bool) -> None:
+        first[:] = [kept_answer(memory, usable_bytes, fits=fits)] if first else []  # else it was said, and torch imported
 
     def begin() -> None:
         while first:
@@ -72,7 +87,8 @@ def make_plan(
 
             subject = from_live(source, request)
         read_s = time.perf_counter() - started
-        made = plan_devices(subject, request, lambda one: plan_subject(one, request, progress=progress, estimator=estimator, run=tryout))
+        ask = partial(plan_subject, request=request, progress=progress, estimator=estimator, run=tryout, priced=priced)
+        made = plan_devices(subject, request, ask)
     if tryout.note is not None:
         made = replace(made, facts=replace(made.facts, notes=(*made.facts.notes, tryout.note)))
     return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
@@ -85,10 +101,12 @@ def plan_subject(
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
     run: Callable[[Candidate, EvaluationPeak | None], Trial | None] = lambda candidate, evaluation: None,
+    priced: OwnPrice = lambda memory, usable_bytes, fits: None,
 ) -> Plan:
-    """The same for what is already read; `hfopt compare` asks it once per card with one estimator."""
+    """The same for what is already read; `hfopt compare` asks it once per card with one estimator. `priced` hears what the config takes as
+    it is."""
     with replays_kept(subject.workload.key, subject.workload.name):
-        return _plan_subject(subject, request, progress, estimator, run)
+        return _plan_subject(subject, request, progress, estimator, run, priced)
 
 
 def _plan_subject(
@@ -97,6 +115,7 @@ def _plan_subject(
     progress: Progress,
     estimator: Estimator | None,
     run: Callable[[Candidate, EvaluationPeak | None], Trial | None],
+    priced: OwnPrice,
 ) -> Plan:
     device = device_of(subject, request)
     current = current_candidate(subject)
@@ -110,8 +129,12 @@ def _plan_subject(
     rescue = Rescue(subject=subject, device=device, pricing=pricing, pool=pool)
     if rescue.hopeless():
         raise rescue.error()
+    if subject.workload.blocks is not None:  # counted, and it may fit after all: now with the model itself
+        return _plan_subject(replace(subject, workload=whole(subject.workload)), request, progress, estimator, run, priced)
     pricing.expect(likely(pool, device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
+    before = pricing.memory(current), pricing.fits(current)
+    priced(before[0], device.budget_bytes, before[1])
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
 
@@ -123,7 +146,6 @@ def _plan_subject(
     if not found.ranked:
         tried_pool = pool if search.refused is None else tuple(c for c in pool if c.accumulation == subject.job.accumulation)
         raise search.explained(replace(rescue, pool=tried_pool).error())
-    before = pricing.memory(current), pricing.fits(current)
     evaluation = None if search.interrupted else first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
 
     def tried(candidate: Candidate) -> Trial | None:

@@ -1,12 +1,9 @@
-"""Nothing fits: settled by counting before anything is imported, and answered with what would fit, priced in seconds and ranked.
-
-By counting: the published parameters of a known model (`model/architectures.jsonl`), each with its weight, its gradient and the states of
-its optimizer. Activations come on top, so what does not fit by this fits by no estimate. Silent where it says nothing: a model that is not
-in the table, adapters, packed or frozen weights, several devices.
+"""Nothing fits: settled by counting where that is enough, and answered with what would fit, priced in seconds and ranked.
 
 Every remedy is priced by a rough step (`memory/rough_estimate.py`): weights, gradients and states are counted, the rest comes from shallow
-traces, one pair for each model that is tried. What does not fit by counting alone is never traced. Remedies that leave the training as it
-is come first, those that train something else last; among equals the faster one first.
+traces, one pair for each model that is tried, or from formulas where the model itself was counted (`memory/counted_step.py`). What does
+not fit by counting alone is never traced. Remedies that leave the training as it is come first, those that train something else last;
+among equals the faster one first.
 """
 
 from __future__ import annotations
@@ -16,54 +13,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfopt.errors import HfoptError, NothingFits
-from hfopt.facts.optimizer_states import TORCH_ADAM
 from hfopt.hardware import catalog
+from hfopt.memory.counted_step import counted_step
 from hfopt.memory.rough_estimate import RoughStep, depths_of, rough_step, state_bytes
 from hfopt.memory.trace_store import kept_rough_step
-from hfopt.model.known_models import find
 from hfopt.model.stored_workload import workload_key
 from hfopt.planner.grpo import advice_when_short
 from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import EFFECTS, MemoryRemedy, remedies, together
 from hfopt.planner.request import Subject, workload_of
-from hfopt.planner.search import budget_bytes
 from hfopt.planner.space import divisors
 from hfopt.planner.target import TargetDevice, traffic_of
-from hfopt.schema import Candidate, Checkpointing, Hardware, ModelSpec, Sharding, StepSettings, TrainJob, Workload
+from hfopt.schema import Candidate, Checkpointing, Sharding, StepSettings, TrainJob, Workload
 from hfopt.speed.step_time import RankTraffic, StepTimer
 from hfopt.units import format_bytes, format_rate
-
-_HALF = ("bfloat16", "float16", "bf16", "fp16")
-_PARTS = ("vision_config", "audio_config", "experts")  # of a config whose parts may get no gradient
-_ROUNDED = 0.98  # of a count that is published as '8B': at the least
-
-
-def first_answer(job: TrainJob, hardware: Hardware, headroom: float) -> str | None:
-    """Why nothing can fit; None where counting alone does not settle it."""
-    gpu, entry = hardware.smallest, find(job.model.name or "")
-    if gpu is None or entry is None or not _trains_whole(job.model) or any(key.endswith(_PARTS) for key in entry.config):
-        return None
-    if job.world_size > 1 or job.raw.get("deepspeed") or job.raw.get("fsdp"):
-        return None
-    stated = job.model.weights_dtype
-    stored = str(entry.config.get("torch_dtype") or entry.config.get("dtype") or "float32") if stated in (None, "auto") else str(stated)
-    width = 2 if stored.removeprefix("torch.") in _HALF else 4
-    copies = 4 if job.settings.optim in TORCH_ADAM else 2  # weight, gradient, and Adam's two states
-    held = int(entry.parameters * (_ROUNDED if entry.rounded else 1.0)) * width * copies
-    room = budget_bytes(gpu.available_bytes, headroom)
-    if held <= room:
-        return None
-    what = "weights, gradients and AdamW's states" if copies == 4 else "weights and gradients"
-    return (
-        f"by counting alone: {what} of {entry.parameters / 1e9:.1f} billion parameters take {format_bytes(held)} at the least, and "
-        f"{gpu.name} has {format_bytes(room)} to plan with: this cannot fit as it is; what would is looked for now"
-    )
-
-
-def _trains_whole(model: ModelSpec) -> bool:
-    changed = (model.lora, model.quantization, model.frozen, model.frozen_parts, model.overrides, model.last_layers)
-    return not any(changed) and model.name is not None
-
 
 WOULD_FIT = "What would fit:"
 MOST_CARDS = 64
@@ -219,7 +182,11 @@ class Rescue:
         return self._steps[key]
 
     def _traced(self, job: TrainJob | None, settings: StepSettings, batch: int) -> RoughStep:
-        workload = self.subject.workload
+        workload, length = self.subject.workload, self.subject.workload.shape.length
+        if workload.blocks is not None and length is not None:
+            counted = counted_step(workload.blocks, (job or self.subject.job).model, settings, batch=batch, length=length)
+            if counted is not None:
+                return counted
         key = workload.key if job is None or workload.key is None else workload_key(job)
 
         def trace() -> RoughStep:

@@ -170,10 +170,10 @@ def _cards_of(request: Request) -> Hardware:
     return found
 
 
-def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardware], None] = lambda job, hardware: None) -> Subject:
+def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardware], Workload | None] = lambda job, card: None) -> Subject:
     """The config, repaired where the installed transformers would refuse it, with its model and data.
 
-    `known` hears of the job before the model is looked at, which takes seconds of importing.
+    `known` hears of the job before the model is looked at, which takes seconds of importing, and may say all that is needed of it.
     """
     hardware = hardware_of(request)
     devices = max(1, len(hardware.gpus)) * request.nodes
@@ -208,8 +208,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     fixed = {} if request.engine is not None else fixed_by_deepspeed(job.settings.engine, path.parent)
     _check_agreement(job, fixed)
     job = replace(job, kept=job.kept | fixed.keys())
-    known(job, hardware)
-    workload = workload_of(job, lean=True) if request.own_process else workload_of(job)
+    workload = known(job, hardware) or workload_of(job, lean=request.own_process)
     about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *assumed, *_fixed(fixed))
     return Subject(
         job=job,

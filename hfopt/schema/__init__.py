@@ -98,7 +98,7 @@ from hfopt.schema.trial import (
     Rejection,
     Trial,
 )
-from hfopt.schema.workload import BatchShape, ConfigFacts, LengthSpread, Workload
+from hfopt.schema.workload import BatchShape, BlockSizes, ConfigFacts, LengthSpread, Workload
 
 __all__ = [
     "ALLOWABLE",
@@ -109,6 +109,7 @@ __all__ = [
     "BatchPoint",
     "BatchShape",
     "Batches",
+    "BlockSizes",
     "Breakdown",
     "Candidate",
     "Cause",

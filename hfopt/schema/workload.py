@@ -51,6 +51,36 @@ class ConfigFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockSizes:
+    """A transformer of equal blocks by the sizes of its matrices, which are nearly all of its parameters."""
+
+    layers: int
+    width: int
+    inner: int  # of the feed-forward part
+    gated: bool  # it has three matrices, not two
+    heads: int
+    query_width: int
+    key_value_width: int
+    vocabulary: int
+    tied: bool  # the head is the embedding
+    parameters: int  # as published
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """Inputs and outputs of each matrix of a block."""
+        around = ((self.width, self.query_width), *2 * ((self.width, self.key_value_width),), (self.query_width, self.width))
+        return (*around, *(2 if self.gated else 1) * ((self.width, self.inner),), (self.inner, self.width))
+
+    @property
+    def block_elements(self) -> int:
+        return sum(inputs * outputs for inputs, outputs in self.linears)
+
+    @property
+    def matrix_elements(self) -> int:
+        return self.layers * self.block_elements + (1 if self.tied else 2) * self.vocabulary * self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """The model and its batches, ready to be built anywhere.
 
@@ -83,4 +113,5 @@ class Workload:
     notes: tuple[str, ...] = ()
     facts: ConfigFacts | None = None  # None: they are read off the model when somebody asks (`model.stored_workload`)
     key: str | None = None  # the same for the same model, data and trainer; None: nothing of it may be kept on disk
+    blocks: BlockSizes | None = None  # where its facts were counted instead of read off a model (`memory.counted_step`)
     remake: Callable[[], Workload] | None = field(default=None, compare=False)  # the whole of one whose facts come from the disk

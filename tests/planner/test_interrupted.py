@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hfopt.errors import NothingFits
 from hfopt.hardware.detect import named
 from hfopt.memory import trace_store
 from hfopt.planner import Request, plan
-from hfopt.planner.nothing_fits import first_answer
+from hfopt.planner.first_answer import first_answer
 from hfopt.schema import DataSpec, Lora, ModelSpec
 
 
@@ -52,16 +54,34 @@ def test_nothing_fits_is_said_before_what_would_is_priced(capsys: pytest.Capture
     assert "interrupted" in capsys.readouterr().err
 
 
-def first(gpu: str, **changes: Any) -> str | None:
+def first(gpu: str, batch: int = 1, length: int | None = None, **changes: Any) -> str:
+    """The verdict and its words."""
     model = ModelSpec(**{"name": "meta-llama/Llama-3.1-8B", "weights_dtype": "bfloat16", **changes})
-    job = made_job(path="c.yaml", section=(), trainer="Trainer", raw={}, model=model, data=DataSpec(), per_device_batch=1, accumulation=1)
-    return first_answer(job, named(gpu), 0.06)
+    data = DataSpec(max_length=length)
+    job = made_job(path="c.yaml", section=(), trainer="Trainer", raw={}, model=model, data=data, per_device_batch=batch, accumulation=1)
+    found = first_answer(job, named(gpu), 0.06)
+    assert found is not None
+    return f"{found.verdict}: {found.words}"
 
 
-def test_what_cannot_fit_is_known_by_counting() -> None:
-    said = first("rtx 4090")
-    assert said is not None and "8.0 billion parameters take 59" in said and "RTX 4090" in said
-    assert first("h200") is None
-    assert first("rtx 4090", lora=Lora()) is None
-    assert first("rtx 4090", name="somebody/unknown") is None
-    assert first("rtx 4090", name="bert-base-uncased", weights_dtype=None) is None
+def test_what_cannot_fit_what_must_and_what_is_open_is_known_by_counting() -> None:
+    assert first("rtx 4090").startswith("impossible: Cannot fit as it is: at least 59.83 GiB")
+    assert first("h200").startswith("open")
+    assert first("rtx 4090", lora=Lora()) == "open: Open: at least 14.96 GiB (weights), 22.19 GiB usable; tracing the rest"
+    assert first("rtx 3070", lora=Lora()).startswith("impossible") and "traced now" in first("rtx 4090", name="somebody/unknown")
+    bert = {"name": "bert-base-uncased", "weights_dtype": None}
+    assert first("rtx 4090", batch=8, length=128, **bert).startswith("fits: Certainly fits: at most")
+    assert first("rtx 4090", batch=512, length=512, **bert).startswith("open") and first("rtx 4090", **bert).startswith("open")
+
+
+def test_what_cannot_fit_is_answered_and_priced_without_torch(tmp_path: Path) -> None:
+    config = tmp_path / "train.yaml"
+    stated = "model_name_or_path: meta-llama/Llama-3.1-8B\ntorch_dtype: bfloat16\ntask: causal-lm\nmax_seq_length: 1024\n"
+    config.write_text(f"{stated}output_dir: o\nbf16: true\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 16\n")
+    words = [sys.executable, "-X", "importtime", "-m", "hfopt", "plan", str(config), "--gpu", "rtx 4090"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time")}
+    assert ended.returncode == 3 and "numpy" in imported and not imported & {"torch", "transformers"}
+    for remedy in ("ZeRO-2", "ZeRO-3", "sharding over 4 such cards", "a card with more memory", "- LoRA", "- QLoRA"):
+        assert remedy in ended.stderr
+    assert "about 63." in ended.stderr and "samples/s" in ended.stderr
