@@ -61,18 +61,18 @@ def action_step(name: str) -> dict[str, object]:
 
 def test_the_action_as_a_workflow_runs_it(project: Path) -> None:
     step = action_step("Check")
-    assert step["shell"] == "bash" and set(step["env"]) == {"HFOPT_CONFIGS", "HFOPT_SARIF"}  # type: ignore[call-overload]
+    assert step["shell"] == "bash" and set(step["env"]) == {"HFOPT_CONFIGS", "HFOPT_SARIF", "HFOPT_FAIL_ON"}  # type: ignore[call-overload]
     command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", str(step["run"])]
     inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
     default = inputs["configs"]["default"]
-    found = run(command, project, HFOPT_CONFIGS=default, HFOPT_SARIF="found.sarif")
+    found = run(command, project, HFOPT_CONFIGS=default, HFOPT_SARIF="found.sarif", HFOPT_FAIL_ON=inputs["fail-on"]["default"])
     assert found.returncode == 1, found.stderr
     (line,) = [line for line in found.stdout.splitlines() if line.startswith("::error")]
     assert line.startswith("::error file=configs/deep/old one.yaml,line=3,col=1,") and "eval_strategy" in line
     log = json.loads((project / "found.sarif").read_text())
     assert [result["ruleId"] for result in log["runs"][0]["results"]] and "old%20one" in json.dumps(log)
-    assert run(command, project, HFOPT_CONFIGS="configs/good.yaml", HFOPT_SARIF="").returncode == 0
-    nothing = run(command, project, HFOPT_CONFIGS="none/*.yaml", HFOPT_SARIF="")
+    assert run(command, project, HFOPT_CONFIGS="configs/good.yaml", HFOPT_SARIF="", HFOPT_FAIL_ON="error").returncode == 0
+    nothing = run(command, project, HFOPT_CONFIGS="none/*.yaml", HFOPT_SARIF="", HFOPT_FAIL_ON="error")
     assert nothing.returncode == 0 and "no file matches" in nothing.stdout
 
 

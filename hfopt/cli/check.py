@@ -16,6 +16,8 @@ from hfopt.cli.output import people, remark, write_out
 from hfopt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hfopt.config.read_job import Loaded
     from hfopt.config.yaml_edit import Edited
     from hfopt.schema import Problem, TrainJob
@@ -35,11 +37,12 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
     form: Annotated[str, typer.Option("--format", help="text, github (annotations of a workflow) or sarif (code scanning).")] = "text",
     only_configs: Annotated[bool, typer.Option("--only-configs", help="Pass over files that hold no TrainingArguments.")] = False,
+    fail_on: Annotated[str, typer.Option("--fail-on", help="error: warnings are shown, and the exit code stays 0.")] = "warning",
     world_size: Annotated[int | None, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = None,
     accelerate: Accelerate = None,
     for_transformers: ForTransformers = None,
 ) -> None:
-    """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything.
+    """Say what is wrong or outdated in a config, with the lines. Exit code 1 if there is anything (see --fail-on).
 
     \b
     Examples:
@@ -53,11 +56,13 @@ def check(
 
     if form not in FORMATS:
         raise ConfigError(f"--format {form} is not known", hint=f"one of: {', '.join(FORMATS)}")
+    if fail_on not in ("warning", "error"):
+        raise ConfigError(f"--fail-on {fail_on} is not known", hint="one of: warning, error")
     world_size = world_size or _processes(accelerate)
     if form != "text" or only_configs or len(configs) > 1:
         if upgrade or as_json:
             raise ConfigError("--upgrade and --json take one config", hint="name one, without --format and --only-configs")
-        raise typer.Exit(_check_all(configs, Checking(section, world_size, only_configs, for_transformers), form, output))
+        raise typer.Exit(_check_all(configs, Checking(section, world_size, only_configs, for_transformers), form, output, fail_on))
     (config,) = configs
     if upgrade and as_json and output is None:
         raise ConfigError("--upgrade and --json both write to stdout", hint="add -o FILE for the upgraded config")
@@ -72,9 +77,9 @@ def check(
     else:
         _tell(loaded, edited)
     if edited is None:
-        raise typer.Exit(1 if _findings(loaded) else 0)
+        raise typer.Exit(_exit_code(loaded.problems, fail_on))
     write_out(edited.data, output, like=Path(config))
-    raise typer.Exit(1 if _findings_left(edited, section, world_size, for_transformers) else 0)
+    raise typer.Exit(_exit_code(_findings_left(edited, section, world_size, for_transformers), fail_on))
 
 
 class Checking(NamedTuple):
@@ -86,7 +91,7 @@ class Checking(NamedTuple):
     for_transformers: str | None = None
 
 
-def _check_all(configs: list[str], how: Checking, form: str, output: Path | None) -> int:
+def _check_all(configs: list[str], how: Checking, form: str, output: Path | None, fail_on: str) -> int:
     """Every file; a file that cannot be read is a finding of its own. The exit code."""
     if output is not None and form == "text":
         raise ConfigError("-o needs something to write", hint="add --format sarif or --format github")
@@ -104,7 +109,12 @@ def _check_all(configs: list[str], how: Checking, form: str, output: Path | None
 
         text = github_annotations(found) if form == "github" else sarif(found, version=__version__)
         write_out(text.encode(), output)
-    return 1 if any(problem.severity != "note" for _, problem in found) else 0
+    return _exit_code([problem for _, problem in found], fail_on)
+
+
+def _exit_code(problems: Sequence[Problem], fail_on: str) -> int:
+    severities = {problem.severity for problem in problems}
+    return 1 if "error" in severities or (fail_on == "warning" and "warning" in severities) else 0
 
 
 def _checked(config: str, how: Checking) -> tuple[str, tuple[Problem, ...], Loaded | None]:
@@ -248,9 +258,9 @@ def _summary(loaded: Loaded, *, upgraded: bool) -> list[str]:
     if not findings:
         return [*lines, "no findings"]
     repaired = len(_repairable(loaded).intersection(findings))
-    how = f"{repaired} repaired" if upgraded else f"`hfopt check --upgrade` repairs {repaired}"
-    by_hand = f", {len(findings) - repaired} by hand" if len(findings) > repaired else ""
-    return [*lines, f"{len(findings)} finding{'s' if len(findings) > 1 else ''}: {how}{by_hand}"]
+    how = "" if not repaired else f"{repaired} repaired" if upgraded else f"`hfopt check --upgrade` repairs {repaired}"
+    by_hand = f"{len(findings) - repaired} {'' if repaired else 'to repair '}by hand" if len(findings) > repaired else ""
+    return [*lines, f"{len(findings)} finding{'s' if len(findings) > 1 else ''}: {', '.join(filter(None, (how, by_hand)))}"]
 
 
 def _repairable(loaded: Loaded) -> set[Problem]:

@@ -152,7 +152,9 @@ def plan(
     edited = made.edited()
     _report(made, edited.stale_comments, target, verbose=verbose, quiet=quiet)
     failed = _failed(made)
-    if failed is None and (output is not None or not on_stdout):
+    in_place = output is not None and output.resolve() == config.resolve() and not as_diff
+    locked = lock is None or failed is not None or _as_locked(made, edited.data if in_place else source, lock)
+    if failed is None and locked and (output is not None or not on_stdout):
         write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
     if json_file is not None:
         _write_json(made, failed, None if json_file == STDOUT else json_file)
@@ -165,8 +167,7 @@ def plan(
         raise typer.Exit(failed.exit_code)
     if failed is not None:
         raise failed
-    in_place = output is not None and output.resolve() == config.resolve() and not as_diff
-    if lock is not None and not _as_locked(made, edited.data if in_place else source, lock):
+    if not locked:
         raise typer.Exit(1)
 
 
@@ -179,7 +180,7 @@ def _write_json(made: Plan, failed: DryRunError | None, target: Path | None) -> 
 
 
 def _as_locked(made: Plan, source: bytes, path: Path) -> bool:
-    """Locks the plan where it is not; else whether it is the one that was locked, with every difference said."""
+    """Locks the plan where it is not; else whether it is the one that was locked, with every difference reported."""
     from hfopt.planner.plan_diff import differences, lock_of, lock_text, read_lock
 
     found = lock_of(made, source)
@@ -191,7 +192,7 @@ def _as_locked(made: Plan, source: bytes, path: Path) -> bool:
     for line in differs:
         remark(f"{path}: {line}\n")
     count = f"{len(differs)} difference{'' if len(differs) == 1 else 's'}"
-    remark(f"{path}: {count}; remove it to lock this plan\n" if differs else f"as locked in {path}\n")
+    remark(f"{path}: {count}, no config written; remove the lock to lock this plan\n" if differs else f"as locked in {path}\n")
     return not differs
 
 

@@ -145,8 +145,7 @@ def explanation_lines(made: Explanation) -> Iterator[tuple[str, str]]:
     if made.replay is not None:
         yield from _replayed(made.replay)
     if made.changes:
-        priced = made.replay is not None
-        yield "title", "What would have fitted, smallest change first (predicted)" if priced else "What helps"
+        yield "title", _changes_heading(made.replay)
         yield from (("plain", f"  - {_words(change)}") for change in made.changes)
     if made.replay is None and report.cause in ("device_full", "fragmentation", "one_request", "library", "communication"):
         yield "soft", "with --config FILE the step is replayed, and each change has its figure"
@@ -155,12 +154,23 @@ def explanation_lines(made: Explanation) -> Iterator[tuple[str, str]]:
         yield from (("soft", f"  {note}") for note in made.notes)
 
 
+def _changes_heading(replay: ReplayedOom | None) -> str:
+    if replay is None:
+        return "What helps"
+    what = "What would lower this config's step" if replay.fits else "What would have fitted"
+    return f"{what}, smallest change first (predicted)"
+
+
 def _replayed(replay: ReplayedOom) -> Iterator[tuple[str, str]]:
     needs = f"{format_bytes(replay.needed_bytes)} at batch {replay.batch}"
     yield "title", f"By the replay of the config on {replay.device} (predicted, not measured)"
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in replay.breakdown.items())
     if replay.fits:
-        yield "plain", f"  the step takes {needs} and fits {format_bytes(replay.available_bytes)}: what failed is not in this config's step"
+        yield "plain", f"  the step takes {needs} and fits {format_bytes(replay.available_bytes)}: the run did something else"
+        yield (
+            "plain",
+            "  longer samples than assumed (--config's max_length, images), another config, a leak, or a second model on the card",
+        )
         yield "plain", f"  its peak is in {replay.moment}"
     else:
         asked = "" if replay.failed_bytes is None else f", asking for {format_bytes(replay.failed_bytes)}"

@@ -175,6 +175,18 @@ def test_several_files_are_checked_and_other_yaml_is_passed_over(run: Run, confi
     assert run(other, "--only-configs")[0] == 0
 
 
+def test_warnings_can_be_shown_without_failing(run: Run, tmp_path: Path) -> None:
+    warned = tmp_path / "warned.yaml"
+    warned.write_text("output_dir: x\nnum_train_epochs: 1\ngradient_acumulation_steps: 4\n")
+    assert run(warned)[0] == 1 and run(warned, "--only-configs")[0] == 1
+    code, _, err = run(warned, "--fail-on", "error")
+    assert code == 0 and "1 finding: 1 to repair by hand" in err
+    assert run(warned, "--only-configs", "--fail-on", "error")[0] == 0
+    warned.write_text("output_dir: x\nnum_train_epochs: 1\nevaluation_strategy: epoch\n")
+    assert run(warned, "--fail-on", "error")[0] == 1
+    assert run(warned, "--fail-on", "none")[0] == 2
+
+
 def test_formats_for_machines(run: Run, config: Path, tmp_path: Path) -> None:
     code, out, err = run(config, "--format", "github")
     assert (code, err) == (1, "") and [line.partition(" ")[0] for line in out.splitlines()] == ["::error", "::error"]

@@ -70,6 +70,17 @@ def test_yaml_on_stdout_report_on_stderr_and_both_files(config: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_plan_that_differs_from_its_lock_writes_no_config(config: Path, tmp_path: Path) -> None:
+    lock, target = tmp_path / "train.lock", tmp_path / "planned.yaml"
+    asked = ("plan", config, "--no-dry-run", "-q", "--lock", lock, "-o", target)
+    assert hfopt(*asked, "--gpu", "rtx 3070").returncode == 0
+    locked, planned = lock.read_bytes(), target.read_bytes()
+    differs = hfopt(*asked, "--gpu", "l4", "-q")
+    assert differs.returncode == 1 and "device name: GeForce RTX 3070 → L4" in differs.stderr and "no config written" in differs.stderr
+    assert (lock.read_bytes(), target.read_bytes()) == (locked, planned)
+
+
+@pytest.mark.slow
 @pytest.mark.virtual_gpu
 def test_a_card_that_is_not_here_is_rehearsed_on_the_virtual_gpu(config: Path, tmp_path: Path) -> None:
     result = hfopt("plan", config, "--gpu", "rtx 3070", "--json", tmp_path / "plan.json")
