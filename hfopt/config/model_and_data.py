@@ -91,7 +91,7 @@ def _overrides(facts: Facts, *, named: bool) -> dict[str, Any]:
         key, _, value = part.partition("=")
         if value:
             found[key.strip()] = _plain(value.strip())
-    kinds = [(path, value) for path, value in facts.all("model_type") if isinstance(value, str)]
+    kinds = [(path, value) for path, value in facts.all("model_type") if isinstance(value, str) and not any(map(str.isdecimal, path))]
     if named or not kinds or is_swift(facts):
         return found
     place, kind = kinds[0]

@@ -226,6 +226,7 @@ _LABELLED: dict[str, tuple[Task, int | None]] = {
     "banking77": ("sequence_classification", 77),
     "financial_phrasebank": ("sequence_classification", 3),
 }
+_LABELLED_TASKS = ("sequence_classification", "token_classification", "image_classification", "audio_classification")
 _TOKEN_LABELS = {"conll2003": 9, "conllpp": 9, "wnut_17": 13, "wikiann": 7}
 _TEXT_ENCODER = re.compile(r"bert|electra|xlnet|mpnet|minilm|longformer|big-?bird|ernie|funnel|roformer|camembert|xlm-r", re.IGNORECASE)
 _OF_KEYS: tuple[tuple[Task, tuple[str, ...]], ...] = (  # options of transformers' own example scripts
@@ -245,7 +246,7 @@ def read_task(facts: Facts, trainer: TrainerKind, *, is_factory: bool) -> tuple[
     task, usual = _stated(facts, trainer, is_factory=is_factory)
     if task is None and trainer in ("Trainer", "Seq2SeqTrainer") and labels is None:
         task, usual = _gathered(facts)
-    if labels is None and usual is None and _is_text_encoder(facts):
+    if labels is None and usual is None and (_is_text_encoder(facts) or task in _LABELLED_TASKS):
         usual = _listed_labels(facts)
     return task, labels or usual
 

@@ -29,10 +29,11 @@ from hfopt.config.training_arguments import (
     WITHOUT_IT,
     Gone,
     known_elsewhere,
+    trl_keys,
 )
 from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
-from hfopt.facts.training_keys import NEW_SPELLINGS, Field, Installed
+from hfopt.facts.training_keys import NEW_SPELLINGS, TRAINERS, Field, Installed
 from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Place, Problem
 
@@ -66,7 +67,13 @@ class SectionReader:
         self.args: dict[str, Any] = {}
         self.found: list[FoundProblem] = []
         self._aliased = {name: real for real, name in section.keys.items() if real != name}
-        self._scripted = any(name not in QUIET_ALIASES for name in self._aliased)  # names of its own: a script takes the keys one by one
+        self._scripted = any(name not in QUIET_ALIASES for name in self._aliased) or self._is_mixed()
+
+    def _is_mixed(self) -> bool:
+        """A section of its own with keys that no class takes, or with an alias: a script takes its keys one by one."""
+        known = {*self.present.fields, *self.present.seq2seq, *GONE, *NEWER, *(key for kind in TRAINERS for key in trl_keys(kind))}
+        others = [key for key in self.values if isinstance(key, str) and key not in known] if self.section.path else []
+        return any(nearest(key, self.present.fields) is None for key in others) and self.section.path[-1].lower() not in _EXACT_SECTIONS
 
     def read(self) -> Read:
         for key, value in self.values.items():
@@ -270,14 +277,8 @@ PlaceOf = Callable[[str], Place]
 
 def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, world_size: int, place_of: PlaceOf) -> Iterator[FoundProblem]:
     if args.get("fp16") is True and args.get("bf16") is True:
-        yield _found(
-            "error",
-            "conflict",
-            "fp16",
-            place_of,
-            "fp16 and bf16 are both true; TrainingArguments refuses that",
-            "keep bf16 where the card has it",
-        )
+        message = "fp16 and bf16 are both true; TrainingArguments refuses that"
+        yield _found("error", "conflict", "fp16", place_of, message, "keep bf16 where the card has it")
     yield from _check_best_model(args, place_of)
     yield from _check_deepspeed(args, place_of)
     if trainer == "GRPO":
@@ -309,9 +310,8 @@ def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[Fo
     saving, evaluating = args.get("save_strategy", "steps"), args.get("eval_strategy", "no")
     if saving != "best" and saving != evaluating:
         message = f"load_best_model_at_end needs equal strategies, but save_strategy is {saving} and eval_strategy is {evaluating}"
-        yield _found(
-            "error", "conflict", "load_best_model_at_end", place_of, message, f"eval_strategy: {saving}" if saving != "no" else None
-        )
+        fix = f"eval_strategy: {saving}" if saving != "no" else None
+        yield _found("error", "conflict", "load_best_model_at_end", place_of, message, fix)
     every_save, every_eval = args.get("save_steps", 500), args.get("eval_steps", args.get("logging_steps", 500))
     whole = all(isinstance(value, int | float) and value >= 1 for value in (every_save, every_eval))
     if saving == evaluating == "steps" and whole and every_save % every_eval:

@@ -276,6 +276,7 @@ def test_architectures_in_the_file_name_the_task(text: str) -> None:
 
 def test_labels_are_read_wherever_they_stand() -> None:
     assert job("model:\n  name: bert-base-uncased\n  num_labels: 5").model.num_labels == 5
+    assert job("model_name: x/decoder-7b\ntask_type: TOKEN_CLS\nlabel_list: [O, B, I]").model.num_labels == 3
 
 
 @pytest.mark.parametrize("section", ["testing", "eval", "generation", "inference", "validation", "sampling_params"])
@@ -308,6 +309,7 @@ def test_a_model_of_the_files_own_sizes() -> None:
     made = job("model_config: {model_type: llama, hidden_size: 64, num_hidden_layers: 2, note: x}\nother: {vocab_size: 9}").model
     assert made.name is None and made.overrides == {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
     assert job("model_type: llama").model.overrides == {}, "a family alone is no model"
+    assert job("parts: [{model_type: clip, hidden_size: 64}]").model.overrides == {}, "nor is one of several parts"
     assert job("model_name: x/y\nmodel: {model_type: llama, hidden_size: 64}").model.overrides == {}
 
 

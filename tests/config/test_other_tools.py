@@ -55,6 +55,12 @@ def test_a_renamed_key_of_trl_is_in_force_before_its_repair(key: str) -> None:
     assert job is not None and job.settings.liger
 
 
+def test_megatron_swift_is_refused_by_name() -> None:
+    text = "model: org/name\ntuner_type: lora\nmicro_batch_size: 2\nglobal_batch_size: 16\nlr: 1.0e-4\n"
+    with pytest.raises(ConfigError, match="Megatron-SWIFT"):
+        load_bytes(text.encode(), "c.yaml")
+
+
 @pytest.mark.parametrize("lines", ["num_iterations: 20\n", "body_learning_rate: 2.0e-5\n"])
 def test_setfit_is_refused_by_name(lines: str) -> None:
     text = f"model_id: sentence-transformers/paraphrase-mpnet-base-v2\nbatch_size: 16\nnum_epochs: 1\n{lines}"

@@ -245,5 +245,15 @@ def test_the_values_of_a_scripts_own_keys_are_its_own() -> None:
     assert read_in.job is not None and read_in.job.raw == {"per_device_train_batch_size": 4, "num_train_epochs": 1}
 
 
+@pytest.mark.parametrize(
+    ("section", "beside", "severity"),
+    [("training", "lora_rank: 8", "warning"), ("training", "packing: true", "error"), ("training_args", "lora_rank: 8", "error")],
+)
+def test_a_section_with_keys_of_no_class_is_read_by_a_script(section: str, beside: str, severity: str) -> None:
+    text = f"model: x/y\n{section}:\n  per_device_train_batch_size: 2\n  warmup_ratio: 0.1\n  {beside}\n"
+    (found,) = [problem for problem in load_bytes(text.encode(), "c.yaml").problems if problem.key == "warmup_ratio"]
+    assert found.severity == severity
+
+
 def test_the_fix_is_yaml_that_can_be_copied() -> None:
     assert only("evaluation_strategy: no").fix == 'eval_strategy: "no"'
