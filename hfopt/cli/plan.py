@@ -220,14 +220,10 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
         return make_plan(config, request, progress=progress, announce=lambda text: None if quiet else remark(f"{text}\n"))
 
 
-_UNSUPPORTED = "_STATUS_NOT_SUPPORTED"  # what the stand-ins of cuDNN and its kin answer to what they do not know
-
-
 def _failed(made: Plan) -> DryRunError | None:
-    """A plan whose own dry run failed is reported, not written: what failed here would fail there. A library call that only the stand-in of
-    the virtual GPU lacks (cuDNN's LSTM) says nothing about the plan."""
+    """A plan whose own dry run failed is reported, not written: what failed here would fail there."""
     trial = made.facts.trial
-    if trial is None or trial.outcome != "error" or (trial.device == "virtual" and _UNSUPPORTED in (trial.message or "")):
+    if trial is None or trial.outcome != "error":
         return None
     return DryRunError(
         f"the dry run of the plan failed: {trial.message or 'no message'}; no config was written",

@@ -104,8 +104,10 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
     so = "It was traded, and the run is repaired" if traded and found.fixable else "So the accumulation stays as it is"
     grows = f"the gradient of n micro-batches is {found.ratio:.2f} times that of one batch: " if found.ratio != 1 else ""
     repaired = "; where it is traded, `hfopt run` divides by it, as the Trainer does for other models" if found.fixable else ""
+    where = f"the gradients of {found.model_class} in transformers {found.transformers_version}"
+    title = f"the accumulation stays as it is: another one would change {where}; to trade it all the same"
     yield Advice(
-        title=f"{found.model_class} is not neutral to accumulation in transformers {found.transformers_version}",
+        title=f"the accumulation was traded, which alone would change {where}" if traded else title,
         detail=f"{grows}{found.reason}. {so}{repaired}",
         flag="--allow accumulation",
     )

@@ -15,6 +15,7 @@ Where a winner can be tried, and the child that tries it: started as soon as the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -338,6 +339,10 @@ class Tryout:
             self.note = f"interrupted: the best answer so far, not tried on {device}"
             self._where = None
             return None
+        if self._where == "virtual" and trial.outcome == "error" and UNSUPPORTED in (trial.message or ""):
+            self.note = f"not rehearsed: the virtual GPU has no {_library(trial.message or '')} call that this model makes"
+            self._where = None
+            return None
         keep_rehearsal(parts, trial)
         return trial
 
@@ -360,6 +365,14 @@ class Tryout:
         if self._where == "virtual" and gpu is not None:
             context = context_bytes(gpu.capability or (8, 0), multiprocessors=gpu.sms)
         return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, extent=EXTENTS[self._where])
+
+
+UNSUPPORTED = "_STATUS_NOT_SUPPORTED"  # what the stand-ins of cuDNN and its kin answer to what they do not know
+
+
+def _library(message: str) -> str:
+    named = re.search(rf"\b(\w+?){UNSUPPORTED}", message)
+    return "library" if named is None else named[1]
 
 
 def _own_kernels(candidate: Candidate) -> str | None:

@@ -145,9 +145,9 @@ def _memory(facts: PlanFacts) -> str:
         parts.append(evaluation)
     if trial is None:
         parts.append("not tried on a device")
-    elif trial.outcome == "ok" and trial.peak_reserved_bytes is not None:
+    elif trial.outcome == "ok" and (held := trial.peak_device_bytes or trial.peak_reserved_bytes) is not None:
         how = "rehearsed" if trial.device == "virtual" else "measured"
-        parts.append(f"{how} on {place_words(trial)}: {format_bytes(trial.peak_reserved_bytes)} reserved")
+        parts.append(f"{how} on {place_words(trial)}: {format_bytes(held)}")
     elif trial.outcome != "ok":
         parts.append(f"the dry run on {place_words(trial)} {outcome_words(trial)}")
     return "; ".join(parts)

@@ -81,8 +81,12 @@ def test_the_consoles_take_names_as_words(terminal: bool) -> None:
 
 def test_a_spinner_takes_names_as_words() -> None:
     console = output._console()(file=io.StringIO(), force_terminal=True, markup=False, width=200)
+    plain = output._console()(file=io.StringIO(), markup=False, width=200)
     with console.status("reading") as status:
         output.progress_on(status)(f"tracing {EVIL}")  # markup that ends what never began would raise here
+        plain.print(status.renderable)
+    shown = plain.file.getvalue()
+    assert "tracing" in shown and "[/bold][red]" in shown and STEERS.search(shown) is None
 
 
 def test_errors_and_hints_are_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,3 +85,33 @@ def test_what_cannot_fit_is_answered_and_priced_without_torch(tmp_path: Path) ->
     for remedy in ("ZeRO-2", "ZeRO-3", "sharding over 4 such cards", "a card with more memory", "- LoRA", "- QLoRA"):
         assert remedy in ended.stderr
     assert "about 63." in ended.stderr and "samples/s" in ended.stderr
+
+
+MISTAKES = {
+    "no model": ("output_dir: o\nper_device_train_batch_size: 8\n", "which model is trained is not stated"),
+    "a missing folder": ("model_name_or_path: ./nowhere\noutput_dir: o\nper_device_train_batch_size: 8\n", "unknown model './nowhere'"),
+    "a text for a number": ("model_name_or_path: bert-base-uncased\nper_device_train_batch_size: eight\n", "a whole number is needed"),
+    "two precisions": ("model_name_or_path: bert-base-uncased\noutput_dir: o\nfp16: true\nbf16: true\n", "both true"),
+    "an unknown optimizer": ("model_name_or_path: bert-base-uncased\noutput_dir: o\noptim: adamwx\n", "does not know"),
+    "no YAML": ("model_name_or_path: [bert\noutput_dir: o\n", "not valid YAML"),
+}
+REFUSED = """
+import sys
+from hfopt.errors import HfoptError
+from hfopt.planner import Request, plan
+for path in sys.argv[1:]:
+    try:
+        plan(path, Request(gpu="rtx 3070", dry_run=False))
+    except HfoptError as error:
+        print(str(error).replace("\\n", " "))
+print({"torch", "transformers"} & sys.modules.keys())
+"""
+
+
+def test_a_mistake_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    for name, (text, _) in MISTAKES.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    words = [sys.executable, "-c", REFUSED, *(str(tmp_path / f"{name}.yaml") for name in MISTAKES), str(tmp_path / "missing.yaml")]
+    *said, imported = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.splitlines()
+    assert imported == "set()" and len(said) == len(MISTAKES) + 1 and "no such file" in said[-1]
+    assert all(sentence in line for line, (_, sentence) in zip(said, MISTAKES.values(), strict=False)), said

@@ -75,6 +75,17 @@ def test_the_child_is_started_before_the_winner_is_known_and_serves_one() -> Non
     assert FakePrepared.started[0].options["context_bytes"] > 0
 
 
+def test_a_call_that_only_the_stand_in_lacks_says_nothing_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Trial(device="virtual", candidate=PLAIN, outcome="error", message="cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may …")
+    monkeypatch.setattr(FakePrepared, "run", lambda self, candidate, evaluation=None: failed)
+    with Tryout(lambda text: None, asked=True) as trying:
+        trying.prepare(JOB, ELSEWHERE)
+        assert trying(PLAIN) is None and trying.note == "not rehearsed: the virtual GPU has no CUDNN call that this model makes"
+    with Tryout(lambda text: None, asked=True) as trying:
+        trying.prepare(JOB, HERE)
+        assert trying(PLAIN) == failed  # on the card itself it fails
+
+
 def test_a_child_that_was_not_asked_is_ended() -> None:
     with Tryout(lambda text: None) as trying:
         trying.prepare(JOB, ELSEWHERE)

@@ -84,9 +84,9 @@ def test_speed_and_memory_have_one_line_each_with_what_was_measured(facts: PlanF
     assert "Speed    100 → 150 samples/s predicted" in lines
     assert "Memory   3.00 GiB → 4.25 GiB predicted, 7.00 GiB usable; not tried on a device" in lines
     assert "Speed    100 samples/s as before, predicted" in plan_text(unchanged(facts)).splitlines()
-    trial = Trial(device="virtual", candidate=facts.after.candidate, outcome="ok", peak_reserved_bytes=4 * GIB)
+    trial = Trial(device="virtual", candidate=facts.after.candidate, outcome="ok", peak_reserved_bytes=4 * GIB, peak_device_bytes=5 * GIB)
     rehearsed = plan_text(replace(facts, trial=trial))
-    assert "rehearsed on the virtual GPU: 4.00 GiB reserved" in " ".join(rehearsed.split()) and "measured" not in rehearsed
+    assert "rehearsed on the virtual GPU: 5.00 GiB" in " ".join(rehearsed.split()) and "measured" not in rehearsed
     found = Correction(candidate=facts.after.candidate, device="cpu", measured_step_s=2.0, predicted_step_s=1.0)
     measured = plan_text(replace(facts, trial=replace(trial, device="cpu"), correction=found))
     assert "measured on this CPU: 48.0 samples/s, 2.0 s a step" in " ".join(measured.split())
