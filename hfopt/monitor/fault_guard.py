@@ -20,15 +20,30 @@ class Faults:
     def __init__(self, say: Callable[[str], None], then: Callable[[str], None] | None = None) -> None:
         self._say, self._then = say, then
         self.off: dict[str, str] = {}
+        self._in_a_row: dict[str, int] = {}
+
+    def failed(self, part: str, error: BaseException, *, most: int) -> None:
+        """Of what may be out of reach for a moment: reported at the first failure, off after `most` in a row."""
+        self._in_a_row[part] = count = self._in_a_row.get(part, 0) + 1
+        if count >= most:
+            self.report(part, error)
+        elif count == 1:
+            self._say(f"hfopt monitor: {part} failed ({_words(error)}) and is tried again with the next finding; training continues")
+
+    def worked(self, part: str) -> None:
+        self._in_a_row.pop(part, None)
 
     def report(self, part: str, error: BaseException) -> None:
         if part in self.off:
             return
-        why = f"{type(error).__name__}: {said(str(error))}" if str(error) else type(error).__name__
-        self.off[part] = why
+        self.off[part] = why = _words(error)
         self._say(f"hfopt monitor: {part} is switched off ({why}); training continues")
         if self._then is not None:
             self._then(part)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {said(str(error))}" if str(error) else type(error).__name__
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

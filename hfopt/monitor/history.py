@@ -226,7 +226,8 @@ def model_card(history: History) -> str:
     batch, accumulation = config.get("per_device_train_batch_size"), config.get("gradient_accumulation_steps")
     lines = ["## Training efficiency", "", f"Trained on {cards}"]
     if batch and accumulation:
-        lines[-1] += f" with {batch} samples per device × {accumulation} accumulation × {head.get('world_size', 1)} processes"
+        world = head.get("world_size", 1)
+        lines[-1] += f" with {batch} samples per device × {accumulation} accumulation × {world} process{'' if world == 1 else 'es'}"
     used = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name in ("torch", "transformers", "hfopt"))
     lines[-1] += f" ({used})." if used else "."
     if (rate := figures.get(f"{PREFIX}samples_per_s")) is not None:

@@ -218,6 +218,7 @@ OnFinding = Callable[[Mapping[str, Any]], object] | str
 Send = Callable[[Mapping[str, Any]], object]
 EACH_S, MOST = 600.0, 50  # between two alerts of one cause; of a run
 WEBHOOK_S, COMMAND_S, CLOSING_S = 5.0, 30.0, 3.0
+_FAILURES = 3  # in a row, after which a way is switched off: a hook may be out of reach for a moment
 _WAITING = 16  # alerts that may wait to be sent; more are dropped
 
 
@@ -298,7 +299,9 @@ class Alerts:
                 try:
                     context.run(send, alert)
                 except Exception as error:  # noqa: BLE001 - the user's own code and other people's services: the run goes on
-                    self._faults.report(name, error)
+                    self._faults.failed(name, error, most=_FAILURES)
+                else:
+                    self._faults.worked(name)
 
 
 def _post(url: str, alert: Mapping[str, Any]) -> None:

@@ -61,17 +61,20 @@ def test_one_cause_is_sent_again_only_after_a_while_and_a_run_has_a_most() -> No
     assert len(inbox.got) == 3
 
 
-def test_a_way_that_fails_is_said_once_and_the_others_go_on() -> None:
-    inbox = Inbox()
+def test_a_way_that_fails_is_tried_again_and_switched_off_after_three_in_a_row() -> None:
+    inbox, reachable = Inbox(), {"b"}
 
-    def broken(alert: Mapping[str, Any]) -> None:
-        raise OSError("no network")
+    def shaky(alert: Mapping[str, Any]) -> None:
+        if alert["cause"] not in reachable:
+            raise OSError("no network")
 
-    sending = inbox.alerts(("broken", broken))
-    sending.send("a", the_alert)
-    sending.send("b", the_alert)
+    sending = inbox.alerts(("shaky", shaky))
+    for cause in "abcdefg":
+        sending.send(cause, lambda cause=cause: {**the_alert(), "cause": cause})  # type: ignore[misc]
     sending.close()
-    assert len(inbox.got) == 2 and len(inbox.said) == 1 and "broken is switched off (OSError: no network)" in inbox.said[0]
+    first, again, off = inbox.said
+    assert "shaky failed (OSError: no network) and is tried again" in first and again == first, "once more after it had worked"
+    assert "shaky is switched off (OSError: no network)" in off and len(inbox.got) == 7
 
 
 def test_a_way_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,7 @@ def test_the_report_and_the_json_have_it(run: Path) -> None:
 
 def test_a_section_for_the_model_card(run: Path) -> None:
     text = model_card(history.load(run))
-    assert text.startswith(
-        "## Training efficiency\n\nTrained on T4 with 8 samples per device × 2 accumulation × 1 processes (torch 2.15.0, "
-    )
+    assert text.startswith("## Training efficiency\n\nTrained on T4 with 8 samples per device × 2 accumulation × 1 process (torch 2.15.0, ")
     assert "| time of a step | 500.0 ms | 550.0 ms | +10.0 % |" in text and "| memory reserved by torch |" in text
     shown = CliRunner().invoke(application(["report"]), ["report", str(run), "--model-card"])
     assert shown.exit_code == 0 and shown.stdout == text
