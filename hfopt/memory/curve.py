@@ -71,7 +71,7 @@ def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool
 _ANCHORS = 7
 _LARGEST_BATCH = 1 << 20
 _FEW, _MANY = 3, 16
-FEWER_ROWS = 1 / 16  # of a full batch's, from one batch of the first step to the next: enough that the blocks are too small for it
+FEWER_ROWS = 1 / 32  # of a full batch's, from one batch of the first step to the next: enough that the blocks are too small for it
 
 
 @dataclass(slots=True)
@@ -286,20 +286,21 @@ class MemoryCurve:
 
 
 def fuller_and_fuller(timeline: Timeline, sizes: list[int], batch: int) -> Iterator[list[int]]:
-    """The sizes with a first step whose batches have fewer rows for a fused head: all of them, or each more than the one before.
+    """The sizes with a first step whose batches have fewer rows for a fused head, and with each batch of both steps fuller than the last.
 
     A tile that is not full is as large as its rows, so a fuller batch finds no block that is large enough and takes another segment; by
-    then states may lie in the last one. Nothing where every tile is full, or where there is none."""
-    marks = timeline.marks
-    tiles = [] if "step_1" not in marks else [index for index in timeline.tiles if marks["step_0"] <= index < marks["step_1"]]
+    then states and gradients may lie in the last one, which then cannot be given back on a full card. Nothing where every tile is full, or
+    where there is none."""
+    marks, tiles = timeline.marks, timeline.tiles
     fewer = {index: timeline.formulas[index].scaled(1 - FEWER_ROWS, batch) for index in tiles}
-    if all(sizes[index] == size for index, size in fewer.items()):
+    if "step_1" not in marks or all(sizes[index] == size for index, size in fewer.items()):
         return
-    starts = sorted(event for name, event in marks.items() if name.startswith("step_0_micro_"))
-    for later in (0, 1) if len(starts) > 1 else (0,):
+    yield [fewer.get(index, size) if marks["step_0"] <= index < marks["step_1"] else size for index, size in enumerate(sizes)]
+    starts = sorted(event for name, event in marks.items() if "_micro_" in name)
+    if len(starts) > 2:
         found = list(sizes)
         for index in tiles:
-            to_come = 1 + later * (len(starts) - bisect_right(starts, index))  # batches, until the full one
+            to_come = len(starts) - bisect_right(starts, index)  # batches, until the full one
             found[index] = timeline.formulas[index].scaled(1 - to_come * FEWER_ROWS, batch)
         yield found
 

@@ -82,7 +82,7 @@ def with_a_tile(*, micro_batches: int) -> MemoryCurve:
     return MemoryCurve(timeline, CONTEXT, goes_on=True)
 
 
-@pytest.mark.parametrize(("micro_batches", "tiles"), [(1, 60 + 64), (2, 56 + 60 + 64)])
+@pytest.mark.parametrize(("micro_batches", "tiles"), [(1, 62 + 64), (2, 58 + 60 + 62 + 64)])
 def test_a_fuller_batch_finds_no_room_in_the_tile_of_the_one_before(micro_batches: int, tiles: int) -> None:
     curve = with_a_tile(micro_batches=micro_batches)
     assert curve.replay(1).reserved_bytes == 64 * MIB
