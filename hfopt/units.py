@@ -81,6 +81,11 @@ def format_rate(per_second: float, what: str) -> str:
     return f"{per_second:.2g} {what}/s" if 0 < per_second < 0.095 else f"{per_second:,.{digits}f} {what}/s"
 
 
+def format_energy(kwh: float) -> str:
+    """0.19 -> '0.19 kWh', 0.0049 -> '4.9 Wh'; 0.1 kWh and more in kWh."""
+    return f"{kwh:,.2f} kWh" if kwh >= 0.095 else f"{1000 * kwh:.2g} Wh"
+
+
 def format_percent(share: float) -> str:
     """0.512 -> '51.2 %'."""
     return f"{100 * share:.1f} %"

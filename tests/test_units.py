@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.units import GIB, MIB, format_bytes, format_percent, format_rate, format_seconds, parse_bytes, parse_rate
+from hfopt.units import GIB, MIB, format_bytes, format_energy, format_percent, format_rate, format_seconds, parse_bytes, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,7 @@ def test_rates_and_shares() -> None:
     assert format_rate(12.34, "samples") == "12.3 samples/s"
     assert format_rate(1.234, "tokens") == "1.23 tokens/s"
     assert format_percent(0.512) == "51.2 %"
+    assert (format_energy(0.19), format_energy(0.0049), format_energy(0.094)) == ("0.19 kWh", "4.9 Wh", "94 Wh")
 
 
 @pytest.mark.parametrize(

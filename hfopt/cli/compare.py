@@ -201,7 +201,7 @@ def _cells(row: Row, *, known: bool) -> tuple[str, ...]:
         place,
         NEEDS_SAMPLES if row.run_s is None else format_seconds(row.run_s),
         "" if cost is None else f"{cost:.2f}",
-        "" if energy is None else f"{energy:.2f}",
+        "" if energy is None else f"{energy:.2f}" if energy >= 0.095 else f"{energy:.2g}",
     )
 
 

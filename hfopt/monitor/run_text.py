@@ -15,7 +15,7 @@ from hfopt.monitor.history import History, receipt_lines
 from hfopt.monitor.metrics import PREFIX, metrics
 from hfopt.monitor.window import merge
 from hfopt.schema import Change, Finding, RunDifference, RunMark, RunPoint, RunView, Window
-from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
+from hfopt.units import format_bytes, format_energy, format_percent, format_rate, format_seconds
 
 
 def one_line(figures: Mapping[str, float]) -> str:
@@ -40,7 +40,7 @@ def one_line(figures: Mapping[str, float]) -> str:
     if held:
         parts.append(f"memory {', '.join(held)}")
     if (energy := get("energy_j")) is not None:
-        parts.append(f"{energy / 3.6e6:.3f} kWh")
+        parts.append(format_energy(energy / 3.6e6))
     if (util := get("gpu_util")) is None and (cpu := get("cpu_util")) is not None:
         parts.append(f"CPU {cpu:.0f} %")
     return ", ".join(parts)

@@ -30,7 +30,7 @@ from hfopt.schema import Assumption
 from hfopt.schema.outputs import CardPlanned, CardRank, CardTooSmall, OfferOutput, RunOnCard
 from hfopt.speed.device_speed import cards_error, efficiency, limits
 from hfopt.store import default_store
-from hfopt.units import format_percent, format_rate, format_seconds
+from hfopt.units import format_energy, format_percent, format_rate, format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,4 +286,4 @@ def _figure(row: Row, aim: Aim) -> str:
         place = "" if row.offer is None or not row.offer.words else f" ({row.offer.words})"
         spent = f"{row.usd_per_million or 0:.2f} USD a million samples" if row.cost is None else f"{row.cost:.2f} USD"
         return f"{spent}{place}"
-    return f"{row.kwh_per_million or 0:.2f} kWh a million samples" if row.kwh is None else f"{row.kwh:.2f} kWh"
+    return f"{format_energy(row.kwh_per_million or 0.0)} a million samples" if row.kwh is None else format_energy(row.kwh)

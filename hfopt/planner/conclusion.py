@@ -163,6 +163,7 @@ def concluded(course: PlanningOutcome) -> Plan:
         phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
         repairs=subject.repairs,
         launches=device.launches,
+        calibrated=device.calibrated,
     )
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),

@@ -34,6 +34,7 @@ class DeviceFigures:
     speed: Speed
     launches: str  # whose host the launches were priced for; "" on a CPU, which launches nothing
     notes: tuple[str, ...] = ()
+    calibrated: str | None = None  # the day on which this device was measured
 
 
 def named_host(text: str | None) -> NamedHost:
@@ -65,14 +66,16 @@ def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, 
     notes = [remark] if remark else []
     if made is not None:
         notes.append(f"speeds of {made.device} {made.words}")
+    day = None if made is None else made.date
     if gpu is None:
-        return DeviceFigures(speed=speed, launches="", notes=tuple(notes))
+        return DeviceFigures(speed=speed, launches="", notes=tuple(notes), calibrated=day)
     whose = "a server's CPU" if made is None or made.launch_scale is None else "this host as calibrated"
     if named.launch_scale is not None:
         speed, whose = replace(speed, host=scaled(table.host, named.launch_scale)), f"the host of {named.source}"
     if named.launch_s is not None:
         speed, whose = replace(speed, host=scaled(table.host, named.launch_s / table.host.forward_s)), "the host as named"
-    return DeviceFigures(speed=speed, launches=f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)", notes=tuple(notes))
+    launches = f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)"
+    return DeviceFigures(speed=speed, launches=launches, notes=tuple(notes), calibrated=day)
 
 
 def _of_cores(host: Host, cores: float) -> Host:

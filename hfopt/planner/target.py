@@ -122,6 +122,7 @@ class TargetDevice:
     notes: tuple[str, ...]
     vllm: ColocatedVllm | None = None  # on the same card; the budget is what it leaves
     launches: str = ""  # whose host the launches were priced for
+    calibrated: str | None = None  # the day on which the device was measured
 
     def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
         job = subject.job
@@ -211,6 +212,7 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         notes=tuple(notes),
         vllm=vllm,
         launches=figures.launches,
+        calibrated=figures.calibrated,
     )
 
 

@@ -126,6 +126,8 @@ def _speed(facts: PlanFacts) -> str:
     parts = [f"{_arrow(old.removesuffix(' samples/s'), rate)} {how}" if before.runs else f"{rate} {how} (before: {_why_not(before)})"]
     if after.time.rate_error is not None:
         parts.append(f"8 of 10 such rates are within {round(100 * after.time.rate_error)} %")
+    if facts.calibrated is not None:
+        parts.append(f"at the speeds that `hfopt calibrate` measured on {facts.calibrated}")
     if facts.job.data.samples:
         parts.append(f"{format_seconds(facts.job.data.samples / after.time.samples_per_s)} an epoch")
     found = facts.correction

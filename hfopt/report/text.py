@@ -24,7 +24,7 @@ from hfopt.schema import (
     Trial,
 )
 from hfopt.speed.device_speed import limits, settings_error
-from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
+from hfopt.units import format_bytes, format_energy, format_percent, format_rate, format_seconds
 
 Line = tuple[str, str]  # style: title, plain, soft, good, bad
 COLUMNS = 100  # of a terminal; a longer line is wrapped
@@ -143,7 +143,7 @@ def _power_parts(facts: PlanFacts) -> list[str]:
     parts = [f"about {time.power_w:.0f} of {gpu.power_limit_w:.0f} W{held}"]
     if facts.job.data.samples:
         cards = len(facts.hardware.gpus)
-        parts.append(f"{cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6:.2f} kWh an epoch")
+        parts.append(f"{format_energy(cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6)} an epoch")
     return parts
 
 

@@ -164,6 +164,7 @@ class PlanFacts:
     as_written: Mapping[str, Change] = field(default_factory=dict)  # changes of keys that the file's tool spells otherwise
     repairs: tuple[Change, ...] = ()  # of what was outdated in the file, made before the plan
     launches: str = ""  # whose host the launches were priced for
+    calibrated: str | None = None  # the day on which `hfopt calibrate` measured the device
 
     @property
     def changed_lines(self) -> tuple[Change, ...]:

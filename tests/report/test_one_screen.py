@@ -27,6 +27,11 @@ def test_the_verdict_says_how_much_faster_and_what_stays(facts: PlanFacts) -> No
     assert "Effective batch 96, asked for instead of 192: " in plan_text(asked)
 
 
+def test_a_calibrated_device_is_named_where_the_rate_stands(facts: PlanFacts) -> None:
+    assert "calibrate" not in plan_text(facts)
+    assert "`hfopt calibrate` measured on 2026-01-02" in " ".join(plan_text(replace(facts, calibrated="2026-01-02")).split())
+
+
 def test_repairs_are_changes_and_never_stand_under_nothing_to_change(facts: PlanFacts) -> None:
     same = unchanged(facts)
     assert verdict(same) == "Nothing to change: the config is already the fastest that fits"
