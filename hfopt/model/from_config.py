@@ -64,6 +64,7 @@ def from_spec(
         return from_reference(replace(model, name=stated_model(model)))
     source = source_of(model)
     config, own_code = _config(source, model)
+    model = _with_targets(model, config)
     config = config if layers is None else _config_of_depth(config, layers) or config
     head = remote_head(source, model.task) if own_code else _head(config, model, trainer)
     _set_labels(config, head.task, 1 if trainer == "Reward" else model.num_labels)
@@ -74,6 +75,18 @@ def from_spec(
         if setup is not None:
             return _trl_workload(replace(recipe, trl=setup), data)
     return _workload(recipe, data, trainer, trl=trl_arguments is not None)
+
+
+def _with_targets(model: ModelSpec, config: Any) -> ModelSpec:
+    """peft refuses an adapter without targets where it has no usual ones for the architecture, so the script must name them."""
+    if model.lora is None or model.lora.target_modules is not None or find_spec("peft") is None:
+        return model
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    if config.model_type in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        return model
+    note = f"peft has no usual target_modules for {config.model_type} and the file names none: adapters are planned on all linear layers"
+    return replace(model, lora=replace(model.lora, target_modules="all-linear"), notes=(*model.notes, note))
 
 
 def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
@@ -173,7 +186,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         checkpoint_dtype=checkpoint_dtype(config),
         lengths=_spread(data, sized.shape.length),
         assumed=(
-            *_taken_for(source),
+            *_architecture(source, model.overrides),
             head.assumption,
             *_labels(recipe, trainer),
             *sized.assumed,
@@ -191,7 +204,10 @@ def _loss(recipe: Recipe, trainer: str) -> Callable[[Any, dict[str, Any]], Any] 
     return preference_loss(trainer, asks_reference=recipe.reference) or loss_for(recipe.head.task)
 
 
-def _taken_for(source: ConfigSource) -> tuple[Assumption, ...]:
+def _architecture(source: ConfigSource, overrides: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    if overrides:
+        sizes = ", ".join(f"{key} {value}" for key, value in overrides.items() if key != "model_type")
+        return (Assumption(what="architecture", value=f"{source.name} with {sizes}"),)
     if source.taken_for is None:
         return ()
     return (Assumption(what="architecture", value=f"that of {source.taken_for}, by its name", guessed=True, settle="--like"),)

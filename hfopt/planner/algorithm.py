@@ -24,7 +24,7 @@ from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore, before_tracing
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
-from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded
+from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.evaluation_choice import first_evaluation
@@ -229,7 +229,7 @@ class Search:
             from hfopt.probe.neutrality import probe
 
             self.progress("asking whether batch may be traded for accumulation")
-            self.neutrality = probe(subject.job, subject.workload)
+            self.neutrality = probe(subject.job, subject.workload) or (_unknown(subject, by_rule=True) if grows_by_rule(subject) else None)
 
     def _with_accumulation(self, free: SearchResult) -> SearchResult:
         """The search again with the config's accumulation. Where that does not fit, only a live run is traded, and only one that is
@@ -272,13 +272,13 @@ def unless_for_nothing(found: SearchResult, current: Candidate, feeding: Feeding
     return replace(found, ranked=((current, own), *others))
 
 
-def _unknown(subject: Subject) -> Neutrality:
-    """A live loss that cannot be asked is not traded on: the run is real."""
+def _unknown(subject: Subject, *, by_rule: bool = False) -> Neutrality:
+    """A live loss that cannot be asked is not traded on: the run is real. Nor is a head of which the rule says that it grows."""
     return Neutrality(
         model_class=subject.workload.model_class,
         transformers_version=installed().version,
         neutral=False,
         ratio=1.0,
-        fixable=False,
+        fixable=by_rule,
         reason=f"{subject.workload.model_class}: its loss could not be asked whether it is neutral to accumulation",
     )

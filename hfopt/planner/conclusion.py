@@ -284,14 +284,14 @@ def _growing(course: PlanningOutcome) -> tuple[str, ...]:
     subject, winner = course.subject, course.result.winner[0]
     known, live = course.neutrality, subject.trainer is not None
     traded = winner.accumulation != subject.job.accumulation
-    faulty = known.fixable and not known.neutral if known is not None else not live and _grows(subject)
+    faulty = known.fixable and not known.neutral if known is not None else not live and grows_by_rule(subject)
     if winner.accumulation < 2 or not faulty or (live and traded):  # a live run that is traded is repaired
         return ()
     so = "; traded as --allow accumulation asks: start it with `hfopt run`, which divides" if traded else ""
     return (f"{words(subject.workload.model_class, winner.accumulation)}{so}",)
 
 
-def _grows(subject: Subject) -> bool:
+def grows_by_rule(subject: Subject) -> bool:
     """By the rule: the plain Trainer with the model's own loss."""
     model_type = facts_of(subject.workload).model_type
     plain = subject.job.trainer in ("Trainer", "Seq2SeqTrainer") and not subject.job.settings.label_smoothing

@@ -195,9 +195,8 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
         loaded = replace(loaded, job=launched_job)
     if loaded.job is None or decisive:
         lines = [f"{p.place.path}:{p.place.line}: {p.message}" if p.place else f"{path}: {p.message}" for p in decisive]
-        raise ConfigError(
-            "\n".join(lines) or f"{path}: the batch size cannot be read", hint="`hfopt check` shows every finding with its fix"
-        )
+        fix = decisive[0].fix if len(decisive) == 1 else None
+        raise ConfigError("\n".join(lines) or f"{path}: the batch size cannot be read", hint=fix or "`hfopt check` shows every fix")
     job, assumed = _with_deepspeed(asked(loaded.job, request), path.parent, request)
     if request.for_transformers is not None:
         loaded, repairs = _repaired(_reread(as_written, request, world), request.section, world, request.for_transformers)
@@ -318,7 +317,7 @@ def _errors(loaded: Loaded, as_written: Loaded) -> tuple[list[Problem], tuple[st
     names = DECISIVE | {home.key for key, home in loaded.homes.items() if key in DECISIVE}
     decisive = [problem for problem in errors if problem.key is None or problem.key in names]
     others = [problem for problem in errors if problem not in decisive]
-    others += [problem for problem in left if problem.code == "not_divisible"]  # a warning: of the devices that were named
+    others += [problem for problem in left if problem.code in ("not_divisible", "hydra")]  # of the devices named; of files not read
     return decisive, tuple(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others)
 
 

@@ -47,7 +47,7 @@ _MOST: tuple[tuple[str, int], ...] = (
     (r"num_key_value_heads|num_kv_heads", 2),
     (r"(num_|n_|encoder_|decoder_)*(attention_)?heads?|n_head|num_heads", 2),
     (r"head_dim|d_kv|.*_head_dim", 16),
-    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|projection_dim|output_hidden_size", 32),
+    (r"hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|projection_dim|(output|pooler)_hidden_size", 32),
     (r"conv_dim|hidden_sizes|classifier_proj_size|codevector_dim|proj_codevector_dim", 32),
     (r"(moe_)?intermediate_size|ffn_dim|(encoder|decoder)_ffn_dim|d_ff|n_inner|hidden_dim|ffn_hidden_size", 64),
     (r"num_(local_|routed_)?experts|n_routed_experts", 4),

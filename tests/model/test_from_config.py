@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from hfopt.errors import WorkloadError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.builder import skeleton
-from hfopt.model.from_config import from_spec
+from hfopt.model.from_config import _with_targets, from_spec
 from hfopt.model.sources import find_config
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Task
 
@@ -148,6 +149,22 @@ def test_a_flash_package_is_traced_as_the_flash_kernel_whatever_its_window(tiny:
     workload = from_spec(ModelSpec(name=folder, attn_implementation="flash_attention_2"), DataSpec(max_length=8))
     kernels = {op.name for op in estimate(workload, StepSettings(precision="bf16")).ops if op.kind == "attention"}
     assert kernels and all("flash" in kernel for kernel in kernels)
+
+
+def test_a_model_of_the_files_own_sizes_is_new() -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+    made = from_spec(ModelSpec(name=None, overrides={"model_type": "llama", **sizes}), DataSpec(max_length=8))
+    assert made.model_class == "LlamaForCausalLM" and made.parameters < 100_000 and made.weights_dtype == "float32"
+    assert made.assumed[0].value == "a new llama with " + ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+
+def test_an_adapter_without_targets_where_peft_has_none(tiny: Tiny) -> None:
+    """Qwen2.5-VL is one of them; which they are is peft's affair."""
+    pytest.importorskip("peft")
+    usual = SimpleNamespace(model_type="llama"), SimpleNamespace(model_type="of_no_table")
+    known, unknown = (_with_targets(ModelSpec(name="x", lora=Lora()), config) for config in usual)
+    assert known.lora == Lora() and unknown.lora == Lora(target_modules="all-linear")
+    assert "all linear layers" in unknown.notes[0]
 
 
 def test_attention_implementation_is_taken(tiny: Tiny) -> None:

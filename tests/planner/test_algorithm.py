@@ -264,6 +264,13 @@ def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
     assert made(path).candidate.accumulation == 1 and not made(path).facts.warnings
 
 
+def test_a_head_that_cannot_be_asked_is_judged_by_the_rule(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hfopt.probe.neutrality.probe", lambda job, workload: None)
+    monkeypatch.setattr("hfopt.planner.algorithm.grows_by_rule", lambda subject: True)
+    path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
+    assert plan(path, Request(gpu=CARD, dry_run=False), estimator=remembered).candidate.accumulation == 4
+
+
 @pytest.mark.slow
 def test_a_trade_that_trains_something_else_is_refused_until_allowed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Neutrality(

@@ -46,6 +46,10 @@ def job_of(tmp_path: Path) -> Callable[..., TrainJob]:
     return make
 
 
+def test_widths_that_must_agree_shrink_alike() -> None:
+    assert neutrality.shrink({"hidden_size": 1024, "pooler_hidden_size": 1024}) == {"hidden_size": 32, "pooler_hidden_size": 32}  # DeBERTa
+
+
 def test_a_language_model_that_counts_its_items_is_neutral(job_of: Callable[..., TrainJob]) -> None:
     answer = probe(job_of("gpt2"))
     assert answer is not None and answer.neutral
