@@ -16,8 +16,8 @@ CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
 CHECKPOINTING_KEYS = ("gradient_checkpointing", CHECKPOINTING_KWARGS)
 
 LIGER_REASON = (
-    "head and loss in slices, so the logits never exist whole; allowed by --allow use_liger_kernel. An estimate: the slices are traced in "
-    "plain operations, liger's own kernels are not, and what its other kernels save comes on top"
+    "head and loss in slices, so the logits never exist whole, and norms, rotary embedding and gated units that keep less; allowed by "
+    "--allow use_liger_kernel. The memory follows liger-kernel's rules, the time is that of plain operations of the same size"
 )
 ATTENTION_REASONS = {
     "sdpa": "the same attention without the matrix of scores in memory, allowed by --allow attn_implementation",

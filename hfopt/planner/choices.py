@@ -2,7 +2,7 @@
 
 Other kernels for the same computation, tried only where the user allows it: attention implementations, and liger's fused loss. What is
 offered is what can run on the card and be written into the config. flash_attention_2 is priced as PyTorch's own flash kernel on unpadded
-samples; of liger's kernels only the fused loss is modelled. Both are estimates, and the reason says so.
+samples; liger's kernels are modelled by rule (`trace.liger`). Both are estimates, and the reason says so.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ LIGER_TYPES = frozenset(
     ("gemma", "gemma2", "gemma3_text", "glm4", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 )
 """Text models whose loss liger-kernel 0.8.5 fuses (transformers/monkey_patch.py); where the package is installed, its own table is read."""
+_EXPERTS = ("mixtral", "qwen3_moe")
 LIGER = "use_liger_kernel"
 
 
@@ -132,8 +133,8 @@ def liger_note(subject: Subject) -> tuple[str, ...]:
         return ()
     if (why_not := why_no_liger(subject)) is not None:
         return (f"{LIGER}: true is set; what it saves is not in the figures ({why_not}), so there is more room than they say",)
-    where = "" if _liger_folder() is not None else "; the package is not installed here, so by rule"
-    return (f"{LIGER}: true is in the figures with its fused loss alone{where}: what its other kernels save comes on top",)
+    experts = ", not of its experts" if (facts_of(subject.workload).model_type or "") in _EXPERTS else ""
+    return (f"{LIGER}: true is in the figures: its fused loss, norms, rotary embedding and gated units{experts}",)
 
 
 def precisions_of(subject: Subject, device: TargetDevice, current: Candidate) -> Precisions:

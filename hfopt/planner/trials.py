@@ -376,7 +376,5 @@ def _library(message: str) -> str:
 
 
 def _own_kernels(candidate: Candidate) -> str | None:
-    if candidate.use_liger_kernel:
-        return "liger-kernel"
     name = candidate.attn_implementation or ""
     return name if name.startswith("flash_attention") else None

@@ -79,7 +79,7 @@ class StepSettings:
     attn_implementation: str | None = None
     torch_compile: bool = False
     compile_mode: str = "default"
-    fused_loss: bool = False  # liger's: head and loss in slices, no logits
+    fused_loss: bool = False  # liger's kernels: head and loss in slices, no logits
     capability: tuple[int, int] = (8, 0)
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device

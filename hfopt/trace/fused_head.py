@@ -1,4 +1,4 @@
-"""LM heads that never hold whole logits: TRL's fused head and Liger's loss in a trace, one tile of tokens in place of a loop over them.
+"""LM heads that never hold whole logits: one tile of tokens in place of a loop over them, and TRL's fused head traced so.
 
 TRL (kernels/chunked_logprob.py, from 1.7 on) walks over the tokens in tiles of `TOKEN_CHUNK_SIZE` rows. How many tiles there are depends on
 the batch, so two traces would differ; all tiles take and return the same memory. One is therefore run, of a row count that nothing else
@@ -6,10 +6,7 @@ has, and what it takes is recorded as a formula: the smaller of all rows and a t
 place on a tile: they are stood in for by an operation that does too. What is borrowed stands in `_BORROWED`; a version of TRL
 that lacks one of them is traced as it is.
 
-As liger-kernel does it (ops/fused_linear_cross_entropy.py): the tokens are cut into slices whose logits take about as much as the hidden
-states; each slice's logits become their own gradient in place, and the gradients of hidden states and weight are made in the forward.
-Liger rounds a slice up to a power of two, so it is at most twice as long: that upper bound is traced. Its other kernels (norms, rotary
-embedding, gated units) are left as they are, so what they save comes on top of the estimate.
+Liger cuts the tokens into about equal slices, whose length is a power of two (`trace.liger`): the same tile with another formula.
 """
 
 from __future__ import annotations
@@ -24,9 +21,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from hfopt.trace.kernel_sizes import TILE, Formula
+from hfopt.trace.kernel_sizes import SLICE, TILE, Formula
 
 if TYPE_CHECKING:
     from hfopt.trace.op_cost import Cost
@@ -40,17 +36,22 @@ class Tile:
     rows: int
     total: int
     most: int
+    slices: int | None = None  # cut into so many instead, rounded up to a power of two
 
     @classmethod
-    def of(cls, total: int, *, most: int, taken: Sequence[int]) -> Tile:
+    def of(cls, total: int, *, most: int, taken: Sequence[int], slices: int | None = None) -> Tile:
         rows = total // 2 + 1
         while rows in taken and rows > 1:
             rows -= 1
-        return cls(rows=rows, total=total, most=most)
+        return cls(rows=rows, total=total, most=most, slices=slices)
 
     def size(self, tensor: torch.Tensor, size: int) -> Formula | None:
         """How many bytes a tensor of the tile takes at any batch size; None for a tensor that is not of the tile."""
-        return Formula(TILE, (self.total, self.most, size // self.rows)) if self.rows in tensor.shape else None
+        if self.rows not in tensor.shape:
+            return None
+        if self.slices is not None:
+            return Formula(SLICE, (self.total, self.slices, size // self.rows))
+        return Formula(TILE, (self.total, self.most, size // self.rows))
 
     def whole(self, cost: Cost, tensors: Sequence[Any]) -> Cost:
         """The cost of all tiles, from that of the one that was run."""
@@ -94,7 +95,7 @@ def tiled_heads(recorder: Recorder) -> Iterator[None]:
                     for method in ("forward", "backward"):
                         put(value, method, staticmethod(_at_its_tile(getattr(value, method), recorder)))
             if hasattr(module, "_addmm_fp32") and getattr(module, "_MM_OUT_DTYPE", False):
-                put(module, "_addmm_fp32", _add_product)
+                put(module, "_addmm_fp32", add_product)
             if not hasattr(module, "triton"):
                 put(module, "triton", _Triton)
             if isinstance(getattr(module, "TOKEN_CHUNK_SIZE", None), int):
@@ -169,75 +170,9 @@ class _Triton:
         return -(-a // b)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """TRL's `_addmm_fp32` as it is on CUDA: no float32 copies of half-precision factors."""
     if a.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a, b)
-
-
-def fuse_loss(model: Any) -> bool:
-    """Puts it into a causal language model; False where the head is not a plain one, and then nothing was changed."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    head = base.get_output_embeddings()
-    name = next((name for name, child in base.named_children() if child is head), None)
-    if name is None or type(head) is not nn.Linear:
-        return False
-    setattr(base, name, _PassThrough(head))
-    base.loss_function = functools.partial(_loss, head)
-    forward = base.forward
-
-    @functools.wraps(forward)
-    def without_logits(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        return type(outputs)(loss=outputs.loss)
-
-    base.forward = without_logits
-    return True
-
-
-class _PassThrough(nn.Module):  # type: ignore[misc]
-    """Holds the head's parameters in their place and leaves the hidden states as they are."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.head = head
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
-
-
-def _loss(head: nn.Linear, logits: torch.Tensor, labels: torch.Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> torch.Tensor:
-    """transformers hands over what the head returned, which are the hidden states here."""
-    hidden = logits.reshape(-1, logits.shape[-1])
-    targets = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
-    loss: torch.Tensor = _FusedLinearCrossEntropy.apply(hidden, head.weight, targets)
-    return loss / num_items_in_batch if num_items_in_batch is not None else loss
-
-
-class _FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        tokens, width = hidden.shape
-        slices = max(1, -(-weight.shape[0] // width) // 2)
-        rows = -(-tokens // slices)
-        hidden_gradient = torch.zeros_like(hidden)
-        weight_gradient = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        losses = torch.zeros(tokens, dtype=torch.float32, device=hidden.device)
-        for index in range(slices):
-            start = min(index * rows, tokens - rows)
-            part = hidden[start : start + rows]
-            logits = part @ weight.t()
-            logits.exp_()  # one kernel reads the slice and writes its gradient over it
-            hidden_gradient[start : start + rows] = logits @ weight
-            if weight_gradient is not None:
-                weight_gradient += logits.t() @ part
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
-        return losses.sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
-        hidden_gradient.mul_(grad)
-        return hidden_gradient, weight_gradient, None

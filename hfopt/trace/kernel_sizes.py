@@ -147,7 +147,13 @@ def _tiles(blocks: int, rows: int, tile_rows: int, tile_bytes: int) -> int:
     return blocks * -(-rows // tile_rows) * tile_bytes
 
 
-TILE = "tile"
+def _slice(total: int, slices: int, row_bytes: int) -> int:
+    """liger-kernel's ops/fused_linear_cross_entropy.py: a slice of all rows, of a length that is a power of two."""
+    rows = -(-total // slices)
+    return min(1 << (rows - 1).bit_length(), total) * row_bytes
+
+
+TILE, SLICE = "tile", "slice"
 FORMULAS: dict[str, Callable[..., int]] = {
     "bytes": lambda size: size,
     "embedding_partials": _embedding_partials,
@@ -158,6 +164,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "tiles": _tiles,
     "product": lambda *dims: math.prod(dims),
     TILE: lambda total, most, row_bytes: min(total, most) * row_bytes,  # one tile of a loop over rows
+    SLICE: _slice,
 }
 
 

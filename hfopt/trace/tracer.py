@@ -34,6 +34,7 @@ from hfopt.trace.events import Trace
 from hfopt.trace.fake_tensors import FastFake, Values, attach
 from hfopt.trace.fused_head import tiled_heads
 from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.liger import recorded_slices, use_liger
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder
 
 
@@ -46,11 +47,8 @@ def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
             model.set_attn_implementation(settings.attn_implementation)
         _set_cache(model)
         _set_checkpointing(model, settings)
-        if settings.fused_loss:
-            from hfopt.trace.fused_head import fuse_loss
-
-            if not fuse_loss(model):
-                raise TraceError(f"the head of {type(model).__name__} is not one that liger's fused loss can take over")
+        if settings.fused_loss and not use_liger(model, settings):
+            raise TraceError(f"the head of {type(model).__name__} is not one that liger's fused loss can take over")
         return model.train()
 
     return build
@@ -157,7 +155,7 @@ class Tracer:
             _forget_answers(self.model)
             real = change(self._make_batch(batch_size))
             cuda = cuda_rules(self._kernels.capability)
-            with self._fake_mode, cuda, tiled_heads(recorder), recorder, ModuleNames(self.model, recorder):
+            with self._fake_mode, cuda, tiled_heads(recorder), recorded_slices(recorder), recorder, ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:

@@ -93,12 +93,15 @@ def test_a_child_that_was_not_asked_is_ended() -> None:
     assert [(child.asked, child.closed) for child in FakePrepared.started] == [(0, True)]
 
 
-def test_what_the_virtual_gpu_cannot_run_is_said() -> None:
+def test_what_the_virtual_gpu_cannot_run_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with Tryout(lambda text: None) as trying:
         trying.prepare(JOB, ELSEWHERE)
         trying.start()
+        monkeypatch.setattr(trials, "find_spec", lambda name: None)
         assert trying(replace(PLAIN, use_liger_kernel=True)) is None
         assert trying.note is not None and "liger-kernel" in trying.note
+        monkeypatch.setattr(trials, "find_spec", lambda name: object())
+        assert trying(replace(PLAIN, use_liger_kernel=True)) is not None, "its Python runs there, its kernels do nothing"
         assert trying(replace(PLAIN, attn_implementation="flash_attention_2")) is None
         assert trying(replace(PLAIN, attn_implementation="sdpa")) is not None
 
