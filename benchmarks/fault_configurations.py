@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch.nn import functional
@@ -391,6 +392,110 @@ def count_in_forward(folder: Path) -> Any:
     return trainer(folder, "plain", model=Annealed().double())
 
 
+class BalancedInTraining(Plain):
+    """A term over the whole batch that evaluation mode does not show, as gates of experts have it."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        if self.training:
+            found["loss"] = found["loss"] + 0.5 * found["logits"].softmax(-1).mean(0).square().sum()
+        return found
+
+
+@configuration
+def balance_in_training(folder: Path) -> Any:
+    torch.manual_seed(0)
+    return trainer(folder, "plain", model=BalancedInTraining().double())
+
+
+class AddedInBackward(torch.autograd.Function):
+    """DeepSeek's AddAuxiliaryLoss: the loss does not show it, the gradient has it."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class HiddenAuxiliary(Plain):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        hidden = self.first(x.double()).relu()
+        logits = self.last(AddedInBackward.apply(hidden, 0.1 * hidden.mean(0).square().sum()))
+        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@configuration
+def auxiliary_in_backward(folder: Path) -> Any:
+    torch.manual_seed(0)
+    return trainer(folder, "plain", model=HiddenAuxiliary().double())
+
+
+@configuration
+def clamped_gradients(folder: Path) -> Any:
+    """Hooks on the weights that clip each micro-batch's gradient by value."""
+    made = trainer(folder, optim="sgd", max_grad_norm=0.0)
+    for parameter in made.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    return made
+
+
+class Mixed(Plain):
+    """Mixup: each sample is trained together with another of its micro-batch."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if not self.training:
+            return super().forward(x, labels)
+        assert labels is not None
+        other = torch.randperm(len(x))
+        logits = self.last(self.first(0.7 * x.double() + 0.3 * x[other].double()).relu())
+        return {
+            "loss": 0.7 * functional.cross_entropy(logits, labels) + 0.3 * functional.cross_entropy(logits, labels[other]),
+            "logits": logits,
+        }
+
+
+@configuration
+def mixup(folder: Path) -> Any:
+    torch.manual_seed(0)
+    return trainer(folder, "plain", model=Mixed().double())
+
+
+class NumpyNoise(Plain):
+    """Noise from numpy, as SpecAugment's masks are."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return super().forward(x + torch.from_numpy(np.random.normal(size=x.shape)) if self.training else x, labels)
+
+
+@configuration
+def numpy_noise(folder: Path) -> Any:
+    torch.manual_seed(0)
+    return trainer(folder, "plain", model=NumpyNoise().double())
+
+
+@configuration
+def attention_dropout(folder: Path) -> Any:
+    """Dropout without a module of that name."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, pad_token_id=0, attention_dropout=0.3, **SMALL)
+    return trainer(folder, model=transformers.LlamaForCausalLM(config).double())
+
+
+@configuration
+def noisy_embeddings(folder: Path) -> Any:
+    return trainer(folder, neftune_noise_alpha=5.0)
+
+
+@configuration
+def dropout_checkpointed(folder: Path) -> Any:
+    """Layers run again in backward draw their masks again."""
+    model = build("sequence", hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
+    return trainer(folder, "sequence", model=model, gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 # ---------------------------------------------------------------------------------------------- precision and settings
 
 
@@ -577,6 +682,19 @@ class AgainstABaseline(Trainer):  # type: ignore[misc]
 @configuration
 def running_baseline(folder: Path) -> Any:
     return trainer(folder, "sequence", kind=AgainstABaseline)
+
+
+class WarmedUp(Trainer):  # type: ignore[misc]
+    """A term over the batch whose weight grows from nothing, as KTO's distance from the reference model does."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        return outputs.loss + max(0, self.state.global_step - 1) * (20 * outputs.logits).softmax(-1).mean(0).square().sum()
+
+
+@configuration
+def warmed_up_auxiliary(folder: Path) -> Any:
+    return trainer(folder, "sequence", kind=WarmedUp)
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]

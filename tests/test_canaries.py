@@ -289,7 +289,8 @@ def _resize_is_inherited() -> bool:
 def _hooks_are_kept() -> bool:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.register_post_accumulate_grad_hook(lambda _: None)
-    return bool(parameter._post_accumulate_grad_hooks)
+    parameter.register_hook(lambda _: None)
+    return bool(parameter._post_accumulate_grad_hooks and parameter._backward_hooks)
 
 
 def _compiled_names_its_model() -> bool:
@@ -312,7 +313,7 @@ PROBES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # package -> what is 
             torch.ops.aten.add.Tensor._schema.name == "aten::add" and torch.ops.aten.add.Tensor._overloadpacket is torch.ops.aten.add
         ),
         "Node._sequence_nr()": lambda: isinstance(_node()._sequence_nr(), int),
-        "Parameter._post_accumulate_grad_hooks": _hooks_are_kept,
+        "Parameter._post_accumulate_grad_hooks, _backward_hooks": _hooks_are_kept,
         "OptimizedModule._orig_mod": _compiled_names_its_model,
         "DTensor._local_tensor": lambda: "_local_tensor" in import_module("torch.distributed.tensor").DTensor.__slots__,
         "GradScaler._init_scale": lambda: torch.amp.GradScaler("cpu")._init_scale,

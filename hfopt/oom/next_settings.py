@@ -77,7 +77,7 @@ _DID: dict[str, str] = {
 }
 
 
-def replan_sentence(seen: OomSeen, step: ReplanStep, effective_batch: int, note: str | None = None) -> str:
+def replan_sentence(seen: OomSeen, step: ReplanStep, effective_batch: int) -> str:
     """'hfopt: out of memory at step 7 (forward, 16 samples of 512 tokens): the step runs again in pieces of 8; effective batch still 64'"""
     samples = f"{seen.micro_batch} sample{'s' if seen.micro_batch != 1 else ''}" + (f" of {seen.length} tokens" if seen.length else "")
     asked = f", {format_bytes(seen.requested_bytes)} more asked for" if seen.requested_bytes else ""
@@ -86,7 +86,7 @@ def replan_sentence(seen: OomSeen, step: ReplanStep, effective_batch: int, note:
     checkpointing = " and gradient checkpointing" if step.candidate and step.candidate.checkpointing.on else ""
     did = _DID[step.action].format(size=size, accumulation=accumulation, checkpointing=checkpointing, smallest=step.smallest_change)
     kept = "" if step.action == "give_up" else f"; effective batch still {effective_batch}"
-    return f"hfopt: out of memory at step {seen.step} ({seen.phase}, {samples}{asked}): {did}{kept}" + (f" ({note})" if note else "")
+    return f"hfopt: out of memory at step {seen.step} ({seen.phase}, {samples}{asked}): {did}{kept}"
 
 
 def say(line: str) -> None:
@@ -169,9 +169,7 @@ class Fit:
         return bool(getattr(self._trainer.model, "supports_gradient_checkpointing", False)) and not self._trainer.args.torch_compile
 
     def _record(self, seen: OomSeen, step: ReplanStep) -> None:
-        drops_out = step.action == "chunk" and self._draws_at_random()
-        note = "dropout draws other masks for the pieces" if drops_out else None
-        say(replan_sentence(seen, step, self.effective_batch, note))
+        say(replan_sentence(seen, step, self.effective_batch))
         self.log(log_entry(seen, step, self.effective_batch))
         if step.candidate is None:
             self._end(RunFailure(action="give_up", reason=step.reason, smallest_change=step.smallest_change))
@@ -213,8 +211,3 @@ class Fit:
         if candidate.checkpointing.on:
             changes["gradient_checkpointing"] = True
         return changes
-
-    def _draws_at_random(self) -> bool:
-        import torch
-
-        return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in self._trainer.model.modules())

@@ -7,8 +7,9 @@ dropped, memory is cleared, the random generators are set back to the window's s
 in pieces with the same `num_items_in_batch`. Nothing outside the step notices: the Trainer's counters are changed only after
 `training_step` returns.
 
-Limits: with dropout the pieces draw other masks than the whole would have. A process that cannot repeat its step (the optimizer had
-begun, FSDP, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last checkpoint.
+Limits: random numbers that pieces cannot be given (`whole_draws.py`) are others than the whole's. A process that cannot repeat its
+step (the optimizer had begun, FSDP, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ class Guard:
 
     def _replay(self, window: AccumulationWindow, model: Any, num_items: Any) -> torch.Tensor:
         """The window once more, up to the micro-batch that failed. Losses of the earlier ones were already returned."""
+        if window.size is not None:
+            self.pieces.check(model, window.batches[0], num_items)
         model.zero_grad()
         assert window.rng is not None and window.state is not None
         replay.restore(window.rng)

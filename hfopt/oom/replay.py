@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -196,9 +198,26 @@ def snapshot(device: torch.device) -> RngState:
 def restore(state: RngState) -> None:
     random.setstate(state.python)
     np.random.set_state(state.numpy)
+    restore_torch(state)
+
+
+def restore_torch(state: RngState) -> None:
+    """Of torch alone: numpy and Python go on."""
     torch.set_rng_state(state.cpu)
     if state.device is not None:
         getattr(torch, state.device_type).set_rng_state(state.device)
+
+
+def moved(since: RngState) -> bool:
+    """Whether anything was drawn since."""
+    now = None if since.device is None else getattr(torch, since.device_type).get_rng_state()
+    same = torch.equal(torch.get_rng_state(), since.cpu) and (now is None or torch.equal(now, since.device))
+    return not same or moved_on_the_host(since)
+
+
+def moved_on_the_host(since: RngState) -> bool:
+    """numpy and Python: how their numbers belong to the samples cannot be known."""
+    return random.getstate() != since.python or repr(_numpy.state()) != repr(since.numpy)
 
 
 Snapshot = dict[str, Any]
@@ -221,7 +240,9 @@ class Counters:
     def snapshot(self) -> Snapshot:
         if not self.custom:
             return {}
-        return {name: _copied(value) for name, value in self._kept() if _is_plain(value)}
+        state = self._trainer.state  # the Trainer counts its tokens between micro-batches, TRL's that generate within them
+        tokens = {"state": _Held(what=state, values={"num_input_tokens_seen": state.num_input_tokens_seen})}
+        return {name: _copied(value) for name, value in self._kept() if _is_plain(value)} | tokens
 
     def _kept(self) -> Iterator[tuple[str, Any]]:
         """What it has now, and what its class gives it until it sets its own."""
@@ -264,7 +285,7 @@ def _is_plain(value: Any) -> bool:
         return True
     if isinstance(value, dict):
         return all(_is_plain(inner) for inner in value.values())
-    if isinstance(value, list):
+    if isinstance(value, list | deque):
         return not value or _is_plain(value[0])
     return isinstance(value, _PLAIN)
 
@@ -277,8 +298,8 @@ def _copied(value: Any) -> Any:
         return _Held(what=value, values={name: _copied(inner) for name, inner in inside.items()})
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_copied(inner) for inner in value] if value and isinstance(value[0], dict | list) else value[:]
+    if isinstance(value, list | deque):
+        return [inner if isinstance(inner, _PLAIN) else _copied(inner) for inner in value]
     return value
 
 
@@ -297,8 +318,10 @@ def _put_back(now: Any, before: Any) -> Any:
         now.clear()
         now.update(restored)
         return now
-    if isinstance(before, list) and isinstance(now, list):
-        now[:] = _copied(before)
+    if isinstance(before, list) and isinstance(now, list | deque):
+        kept = [_put_back(there, inner) for there, inner in zip_longest(list(now)[: len(before)], before)]
+        now.clear()
+        now.extend(kept)
         return now
     return before
 

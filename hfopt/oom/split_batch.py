@@ -37,6 +37,8 @@ PACKED_KEYS = frozenset(
     }
 )
 
+_WATCHING = frozenset({"wandb"})  # libraries whose hooks on weights only look at gradients
+
 
 def shallow_copy(inputs: Inputs) -> Inputs:
     """The same tensors in a new dict: models and losses pop keys from theirs."""
@@ -144,7 +146,7 @@ LossOf = Callable[[Inputs], float | None]
 
 def find_rule(inputs: Inputs, size: int, shape: LossShape, loss_of: LossOf, expected: Sequence[RuleName]) -> Rule | Refusal:
     """The first of the expected rules that explains the loss of two samples."""
-    pair = _two_unlike_samples(inputs, size, shape)
+    pair = two_unlike_samples(inputs, size, shape)
     both = take(inputs, pair, size)
     alone = [take(inputs, [row], size) for row in pair]
     whole, losses = loss_of(both), [loss_of(piece) for piece in alone]
@@ -159,7 +161,7 @@ def find_rule(inputs: Inputs, size: int, shape: LossShape, loss_of: LossOf, expe
     return Rule(name=possible[0], settled=len(possible) == 1)
 
 
-def _two_unlike_samples(inputs: Inputs, size: int, shape: LossShape) -> list[int]:
+def two_unlike_samples(inputs: Inputs, size: int, shape: LossShape) -> list[int]:
     """Rows with as different numbers of labels as there are, so that the rules differ most."""
     counts = [counted(take(inputs, [row], size), shape, shifted=shape.shifted) or 0 for row in range(size)]
     few = min((row for row in range(size) if counts[row]), key=lambda row: counts[row], default=0)
@@ -177,6 +179,9 @@ def structural_refusal(model: torch.nn.Module, trainer: Any) -> Refusal | None:
         return Refusal(name="expert_balance", reason="the balance loss of the experts is taken over the batch", batch_bound=True)
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return Refusal(name="step_in_backward", reason="the optimizer steps inside backward, so the weights have moved", batch_bound=True)
+    hooks = [hook for parameter in model.parameters() for hook in (parameter._backward_hooks or {}).values()]
+    if any((getattr(hook, "__module__", None) or "").split(".")[0] not in _WATCHING for hook in hooks):
+        return Refusal(name="gradient_hooks", reason="hooks on the weights see the gradient of each backward", batch_bound=True)
     if "lomo" in str(getattr(trainer.args, "optim", "")):
         return Refusal(name="step_in_backward", reason="LOMO steps inside backward, so the weights have moved", batch_bound=True)
     if trainer.args.n_gpu > 1:

@@ -27,6 +27,10 @@ REFUSED = {
     "buffer_in_forward": "state_in_forward",
     "count_in_forward": "state_in_forward",
     "adversarial_step": "own_backward",
+    "balance_in_training": "mixed_samples",
+    "auxiliary_in_backward": "mixed_samples",
+    "mixup": "mixed_samples",
+    "clamped_gradients": "gradient_hooks",
 }
 """What cannot be cut, and its name in docs/fallback.md."""
 
@@ -54,7 +58,8 @@ def test_a_run_that_fails_ends_as_the_undisturbed_one_or_says_why_not(trials: be
     for seen in (late, torn, drawn):
         assert not seen.outcome.isupper(), f"{seen.outcome}: {seen.detail}; {seen.faults}"
     if name in REFUSED:
-        assert {(seen.outcome, seen.detail) for seen in (late, torn)} == {("refused", REFUSED[name])}
+        checked = [late] if name in bench.BACKWARD_ONLY else [late, torn]  # memory ran out in the check itself: said, not refused
+        assert {(seen.outcome, seen.detail) for seen in checked} == {("refused", REFUSED[name])}
     else:
         assert (late.outcome, torn.outcome) == ("recovered", "recovered")
 

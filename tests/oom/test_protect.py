@@ -120,10 +120,27 @@ def test_a_subclass_that_counts_for_itself_counts_once(lab: Any, too_small: Any,
     assert trainer.metrics["train"]["mean_label"] == pytest.approx(undisturbed.metrics["train"]["mean_label"])
 
 
-def test_dropout_is_said_and_the_next_steps_draw_as_before(lab: Any, too_small: Any, layer_of: Any, capsys: Any) -> None:
-    trainer, _ = disturbed(lab, too_small, layer_of, {(1, 0): ("forward", 4)}, task="sequence", dropout=0.1)
-    assert trainer.state.global_step == 4
-    assert "dropout draws other masks" in capsys.readouterr().err
+def test_pieces_are_given_the_masks_of_the_whole(lab: Any, too_small: Any, layer_of: Any, capsys: Any) -> None:
+    run = {"task": "sequence", "dropout": 0.1}
+    undisturbed = lab.trainer(**run)
+    undisturbed.train()
+    trainer, _ = disturbed(lab, too_small, layer_of, {(1, 0): ("forward", 3), (2, 1): ("backward", 1)}, **run)
+    lab.assert_same_run(trainer, undisturbed)
+    assert "other masks" not in capsys.readouterr().err
+
+
+def test_masks_that_cannot_be_given_are_said_once(lab: Any, too_small: Any, layer_of: Any, capsys: Any) -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-3 * torch.randn(output.shape, generator=own) if module.training else output
+
+    trainer = hfopt.protect(lab.trainer("sequence", dropout=0.1))
+    trainer.model.get_input_embeddings().register_forward_hook(noise)
+    memory = too_small(at={(1, 0): ("forward", 4), (2, 0): ("forward", 4)})
+    memory.watch(trainer, layer_of(trainer.model))
+    trainer.train()
+    assert capsys.readouterr().err.count("dropout draws other masks") == 1
 
 
 @pytest.mark.parametrize("task", ["causal", "token"])
@@ -244,7 +261,14 @@ def test_nothing_fits_ends_with_the_smallest_change(lab: Any, too_small: Any, la
     memory.watch(trainer, layer_of(trainer.model))
     with pytest.raises(torch.OutOfMemoryError):
         trainer.train()
-    assert [rows for *_, rows in memory.seen] == [8, 4, 2, 1, 1]  # each size once, then one sample with checkpointing
+    assert [rows for *_, rows in memory.seen] == [
+        8,
+        2,
+        4,
+        2,
+        1,
+        1,
+    ]  # the check of two samples, each size once, one sample with checkpointing
     said = capsys.readouterr().err
     assert "nothing is left to try" in said
     assert "shorter samples" in said
