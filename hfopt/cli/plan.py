@@ -217,7 +217,17 @@ def _made(config: Path, options: dict[str, Any], *, quiet: bool) -> Plan:
 
         request: Request = Request(**options, own_process=True)
         progress = progress_on(status) if status is not None else lambda text: None
-        return make_plan(config, request, progress=progress, announce=lambda text: None if quiet else remark(f"{text}\n"))
+        progress("reading")
+
+        def announce(text: str) -> None:
+            if not quiet:
+                remark(f"{text}\n")
+
+        try:
+            return make_plan(config, request, progress=progress, announce=announce)
+        except KeyboardInterrupt:
+            announce("interrupted before any settings were known to fit: no plan")
+            raise
 
 
 def _failed(made: Plan) -> DryRunError | None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -75,6 +76,8 @@ def make_plan(
     def begin() -> None:
         while first:
             announce(first.pop())
+        if "torch" not in sys.modules:
+            progress("importing torch and transformers")
         tryout.start()
 
     ahead = Ahead(TraceStore(default_store())) if estimator is None and request.own_process else None
