@@ -225,7 +225,7 @@ class Search:
             return
         self._asked = True
         if subject.trainer is not None:  # asked even where it is allowed: the run may be repaired
-            from hfopt.probe.neutrality import probe_live
+            from hfopt.probe.live_neutrality import probe_live
 
             self.neutrality = probe_live(subject.trainer) or _unknown(subject)
         elif "accumulation" not in self.request.allow and subject.loaded is not None:
