@@ -224,6 +224,8 @@ class _File:
             found |= {"task": "token-classification", "num_labels": data.get("num_labels") or 2}
         if data.get("processor_type") is not None:
             found["image_size"] = data.get("image_size")  # that a processor is named says that samples have images
+        else:
+            found["text_only"] = True
         return found
 
     @property

@@ -5,10 +5,11 @@ Sources: llamafactory 0.9.5 (hparams/finetuning_args.py, model/adapter.py) and p
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from hfopt.config.lookup import Facts, whole_number
+from hfopt.config.lookup import Facts, model_name, whole_number
 from hfopt.config.other_tools import is_llama_factory, is_unsloth
 from hfopt.schema import Lora, ModelPart
 
@@ -46,8 +47,18 @@ def frozen_parts(facts: Facts, *, is_factory: bool) -> tuple[ModelPart, ...]:
     return tuple(found)
 
 
-def has_images(facts: Facts) -> bool:
-    """The file speaks of images."""
+_SEES = re.compile(
+    r"(^|[-_/.])vl(m\d?)?([-_.]|\d|$)|vision|llava|paligemma|idefics|smolvlm|pixtral|internvl|florence|moondream", re.IGNORECASE
+)
+_MAY_SEE = re.compile(r"gemma-?[34]|mistral-small-3|ministral-3|llama-4|qwen3\.5", re.IGNORECASE)
+_PICTURES = re.compile(r"llava|vsft|vqa|cauldron|image|visual|vision|picture|chartqa|[-_]ocr|coco|flickr|clevr|geometry3k", re.IGNORECASE)
+
+
+def has_images(facts: Facts, *, by_name: bool) -> bool:
+    """The file speaks of images, or the model's name says that it takes them; one that may also be tuned on text: if the dataset does."""
+    name, data = model_name(facts) or "", facts.text("dataset_name", "dataset", "dataset_id", "dataset_path") or ""
+    if by_name and not facts.true("text_only") and (_SEES.search(name) or (_MAY_SEE.search(name) and _PICTURES.search(data))):
+        return True
     return facts.has(
         *(
             "max_pixels",

@@ -20,7 +20,7 @@ from hfopt.config.other_tools import is_swift, is_unsloth
 from hfopt.config.trained_parts import has_images
 from hfopt.config.training_arguments import trl_keys
 from hfopt.facts.training_keys import installed
-from hfopt.schema import Task, TrainerKind
+from hfopt.schema import GENERATING, Task, TrainerKind
 
 _NAMED: Mapping[str, TrainerKind] = {
     "grpo": "GRPO",
@@ -270,7 +270,7 @@ def _stated(facts: Facts, trainer: TrainerKind, *, is_factory: bool) -> tuple[Ta
         if value is not None and (task := _task_of(value)) is not None:
             return task, None
     if trainer not in ("Trainer", "Seq2SeqTrainer"):
-        return "image_text" if has_images(facts) else "causal_lm", None
+        return "image_text" if has_images(facts, by_name=trainer not in GENERATING) else "causal_lm", None
     return None, None
 
 

@@ -190,12 +190,19 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
             head.assumption,
             *_labels(recipe, trainer),
             *sized.assumed,
+            *_text_alone(recipe),
             *assumed_build(recipe, facts.model),
             *_reference(recipe, trainer),
         ),
         notes=tuple(notes),
         with_layers=partial(_at_depth, recipe, data, trainer),
     )
+
+
+def _text_alone(recipe: Recipe) -> tuple[Assumption, ...]:
+    """Of a model that could take images."""
+    sees = recipe.head.task == "causal_lm" and getattr(recipe.config, "vision_config", None) is not None
+    return (Assumption(what="images", value="none: text alone", guessed=True, settle="images_per_sample"),) if sees else ()
 
 
 def _loss(recipe: Recipe, trainer: str) -> Callable[[Any, dict[str, Any]], Any] | None:
