@@ -124,7 +124,7 @@ def lines(live: Mapping[str, Any], width: int) -> list[str]:
         shown.append(live["status"])
     if live.get("pace"):
         shown.append(live["pace"])
-    shown += _share(live)
+    shown += _share(live, state)
     for key, title in _CURVES:
         values = [point.get(key) for point in live["points"]]
         known = [value for value in values if value is not None]
@@ -146,15 +146,16 @@ def _learning(live: Mapping[str, Any], state: str) -> list[str]:
     return [", ".join(parts)] if parts else []
 
 
-def _share(live: Mapping[str, Any]) -> list[str]:
+def _share(live: Mapping[str, Any], state: str) -> list[str]:
     """What this run has of the machine, and whether others take it."""
     last: Mapping[str, float | None] = live["points"][-1] if live["points"] else {}
     used, cores, wait = last.get("cpu"), live.get("cores"), last.get("core_wait")
     if used is None or not cores:
         return []
     scarce = wait is not None and wait >= _SCARCE
-    waits = f"; its main thread waits {100 * (wait or 0.0):.0f} % of the time for a core: others use the machine" if scarce else ""
-    return [f"this run has {used * cores:.2f} of {cores:g} cores ({100 * used:.0f} %){waits}"]
+    has, waiting, use = ("has", "waits", "use") if state == "running" else ("had", "waited", "used")
+    waits = f"; its main thread {waiting} {100 * (wait or 0.0):.0f} % of the time for a core: others {use} the machine" if scarce else ""
+    return [f"this run {has} {used * cores:.2f} of {cores:g} cores ({100 * used:.0f} %){waits}"]
 
 
 def live_html(run: Path) -> str:
