@@ -15,6 +15,7 @@ from hfopt.errors import ConfigError
 if TYPE_CHECKING:
     from hfopt.hardware.prices import RentalOffer
     from hfopt.planner.comparison import Aim, Limits, Row
+    from hfopt.schema import Assumption
     from hfopt.schema.outputs import CompareOutput
 
 ALL = "all"
@@ -140,7 +141,7 @@ def _show(rows: tuple[Row, ...], limits: Limits, *, front_only: bool) -> None:
     from hfopt.report.text import assumed_lines
 
     console = people()
-    for line in assumed_lines(rows[0].assumed):
+    for line in assumed_lines(_assumed(rows)):
         console.print(line)
     best = winners(rows, limits)
     undominated = front(rows)
@@ -165,6 +166,17 @@ def _show(rows: tuple[Row, ...], limits: Limits, *, front_only: bool) -> None:
     _remarks(rows, len(rows) - len(shown), known=known)
 
 
+def _assumed(rows: tuple[Row, ...]) -> tuple[Assumption, ...]:
+    """What all rows rest on; hosts that differ are in the table."""
+    from dataclasses import replace
+
+    first = rows[0].assumed
+    hosts = {one.value for row in rows for one in row.assumed if one.what == "host"}
+    if len(hosts) == 1:
+        return first
+    return tuple(replace(one, value="as rented (vCPU in the table)", guessed=False) if one.what == "host" else one for one in first)
+
+
 def _remarks(rows: tuple[Row, ...], hidden: int, *, known: bool) -> None:
     console = people()
     if hidden:
@@ -183,7 +195,7 @@ def _cells(row: Row, *, known: bool) -> tuple[str, ...]:
     from hfopt.units import format_bytes, format_percent, format_rate, format_seconds
 
     hour = "" if row.usd_per_hour is None else f"{row.usd_per_hour:.2f}"
-    place = "no public price" if row.offer is None else row.offer.words
+    place = "no public price" if row.offer is None else row.offer.words + (f", {row.vcpus} vCPU" if row.vcpus is not None else "")
     if row.plan is None:
         return row.card, "no", row.why_not or "", "", "", "", hour, place, "", "", ""
     after = row.plan.facts.after

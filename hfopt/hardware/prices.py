@@ -42,6 +42,11 @@ class RentalOffer:
     usd_per_hour: float
     source: str
     date: date | None = None
+    vcpus: int | None = None  # of the machine; with `up_to`, for each card
+
+    def vcpus_of(self, count: int) -> int | None:
+        """Of the machine that has so many."""
+        return self.vcpus if self.vcpus is None or count <= self.cards else self.vcpus * count
 
     def hour_of(self, count: int) -> float | None:
         """An hour of a machine with at least so many; None: this one has fewer."""
@@ -124,9 +129,9 @@ def _offers(data: Mapping[str, Any], path: Path) -> tuple[RentalOffer, ...]:
 
 
 def _offer(provider: Mapping[str, Any], one: Mapping[str, Any], path: Path) -> RentalOffer:
-    price, cards, up_to = one["usd"], one.get("cards", 1), one.get("up_to", 1)
-    if not _is_price(price) or not all(isinstance(count, int) and count >= 1 for count in (cards, up_to)):
-        raise ConfigError(f"{path}: {one.get('product', one['card'])}: a price or a number of cards is not a positive number")
+    price, cards, up_to, vcpus = one["usd"], one.get("cards", 1), one.get("up_to", 1), one.get("vcpus")
+    if not _is_price(price) or not all(isinstance(count, int) and count >= 1 for count in (cards, up_to, vcpus or 1)):
+        raise ConfigError(f"{path}: {one.get('product', one['card'])}: a price, a number of cards or of vCPUs is not a positive number")
     when = one.get("date", provider.get("date"))
     return RentalOffer(
         key=str(provider.get("key", provider["name"])),
@@ -136,6 +141,7 @@ def _offer(provider: Mapping[str, Any], one: Mapping[str, Any], path: Path) -> R
         also=tuple(_card(str(name), path) for name in one.get("also", ())),
         cards=cards,
         up_to=up_to,
+        vcpus=vcpus,
         usd_per_hour=float(price),
         source=str(one.get("source", provider.get("source", path))),
         date=when if isinstance(when, date) else None,

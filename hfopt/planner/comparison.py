@@ -23,7 +23,7 @@ from hfopt.hardware.prices import HF_JOBS, RentalOffer, cheapest
 from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
-from hfopt.planner.device_figures import with_host
+from hfopt.planner.device_figures import NamedHost, with_host
 from hfopt.planner.request import USE_CPU, Request, Subject, from_file
 from hfopt.planner.result import Plan, chosen_output
 from hfopt.schema import Assumption
@@ -53,6 +53,11 @@ class Row:
     @property
     def usd_per_hour(self) -> float | None:
         return None if self.offer is None else self.offer.hour_of(self.cards)
+
+    @property
+    def vcpus(self) -> int | None:
+        """Of the machine that is rented."""
+        return None if self.offer is None else self.offer.vcpus_of(self.cards)
 
     @property
     def usd_per_million(self) -> float | None:
@@ -85,7 +90,7 @@ class Row:
             "kwh": self.kwh,
             "usd_per_million_samples": self.usd_per_million,
             "kwh_per_million_samples": self.kwh_per_million,
-            "offer": None if self.offer is None else _offer(self.offer, self.usd_per_hour),
+            "offer": None if self.offer is None else _offer(self.offer, self.usd_per_hour, self.vcpus),
             "assumed": self.assumed,
         }
         if self.plan is None:
@@ -94,11 +99,12 @@ class Row:
         return {**common, "effective_batch": facts.effective_batch, "changes": facts.changed_lines, **chosen_output(facts.after)}
 
 
-def _offer(offer: RentalOffer, usd_per_hour: float | None) -> OfferOutput:
+def _offer(offer: RentalOffer, usd_per_hour: float | None, vcpus: int | None) -> OfferOutput:
     return {
         "provider": offer.provider,
         "product": offer.product,
         "usd_per_hour": usd_per_hour,
+        "vcpus": vcpus,
         "source": offer.source,
         "date": None if offer.date is None else offer.date.isoformat(),
     }
@@ -117,10 +123,11 @@ def compare_cards(config: Path, names: Sequence[str], request: Request, *, offer
 
 def _row(subject: Subject, name: str, request: Request, traces: TraceStore, offers: Sequence[RentalOffer]) -> Row:
     count = request.num_gpus or 1
-    hardware = with_host(named(name, count=count), subject.named_host)
+    hardware = named(name, count=count)
     card = hardware.gpus[0].name if hardware.gpus else "CPU"
-    subject = replace(subject, hardware=hardware)
     offer = cheapest(offers, card, count)
+    host = _host_of(subject, offer, count)
+    subject = replace(subject, hardware=with_host(hardware, host), named_host=host)
     try:
         made = plan_subject(subject, replace(request, charts=False), estimator=traces)
     except NothingFits as error:
@@ -128,6 +135,12 @@ def _row(subject: Subject, name: str, request: Request, traces: TraceStore, offe
         return Row(card=card, plan=None, cards=count, why_not=why_not, offer=offer, assumed=subject.assumed, notes=hardware.notes)
     run_s = _run_s(subject, made)
     return Row(card=card, plan=made, cards=count, run_s=run_s, offer=offer, assumed=subject.assumed, notes=made.facts.notes)
+
+
+def _host_of(subject: Subject, offer: RentalOffer | None, count: int) -> NamedHost:
+    """The host that is named; else the one of the machine that is rented, where its vCPUs are known; else as here."""
+    vcpus = None if offer is None else offer.vcpus_of(count)
+    return subject.named_host if subject.named_host.cores is not None or vcpus is None else replace(subject.named_host, cores=float(vcpus))
 
 
 def _run_s(subject: Subject, made: Plan) -> float | None:
@@ -266,6 +279,7 @@ def job_command(row: Row, config: Path, command: str | None = None) -> tuple[str
     inside = command or (engine.commands[0] if engine is not None and engine.commands else f"python train.py {shlex.quote(planned)}")
     timeout = f" --timeout {_timeout_hours(row)}h" if row.run_s is not None else ""
     cards = f" --num-gpus {row.cards}" if row.cards > 1 else ""
+    cards += f" --host {row.vcpus}cores" if row.vcpus is not None else ""
     return (
         f"hfopt plan {shlex.quote(str(config))} --gpu {shlex.quote(row.card)}{cards} -o {shlex.quote(str(config.parent / planned))}",
         f"hf jobs run --flavor {flavor}{timeout} --secrets HF_TOKEN -v {folder}:/work:rw {JOB_IMAGE} "

@@ -200,6 +200,7 @@ class OfferOutput(TypedDict):
     provider: str
     product: str
     usd_per_hour: float | None
+    vcpus: int | None
     source: str
     date: str | None
 

@@ -24,6 +24,7 @@ def test_every_public_price_has_a_source_a_day_and_a_card_of_the_catalog() -> No
     for one in OFFERS:
         assert one.source and one.date is not None and date(2026, 1, 1) <= one.date, one
         assert {one.card, *one.also} <= names and 0.1 < one.usd_per_hour / one.cards < 20, one
+        assert one.key == "nebius" or (one.vcpus is not None and 2 < one.vcpus / one.cards <= 64), one
     assert len({(one.key, one.product, one.card) for one in OFFERS}) == len(OFFERS)
 
 

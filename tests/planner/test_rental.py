@@ -5,16 +5,18 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_plan import CANDIDATE, CHOSEN, FACTS
 
-from hfopt.cli.compare import _aim, _as_data, _cells, _seconds, _show, _show_job
+from hfopt.cli.compare import _aim, _as_data, _assumed, _cells, _seconds, _show, _show_job
 from hfopt.errors import ConfigError
 from hfopt.hardware.prices import RentalOffer, public_offers
-from hfopt.planner.comparison import Limits, Row, front, job_command, ordered, winners
+from hfopt.planner.comparison import Limits, Row, _host_of, front, job_command, ordered, winners
+from hfopt.planner.device_figures import NamedHost
 from hfopt.planner.result import Plan
-from hfopt.schema import Checkpointing, EngineChoice
+from hfopt.schema import Assumption, Checkpointing, EngineChoice
 
 NO_LIMITS = Limits()
 
@@ -107,7 +109,7 @@ def on_hf(flavor: str, **more: float) -> Row:
 def test_the_command_that_starts_the_job_is_quoted_for_the_shell() -> None:
     lines = job_command(on_hf("l4x1", run_s=3 * 3600.0), Path("my runs/it's.yaml"))
     plan, job = map(shlex.split, lines)
-    assert plan == ["hfopt", "plan", "my runs/it's.yaml", "--gpu", "L4", "-o", "my runs/it's.l4x1.yaml"]
+    assert plan == ["hfopt", "plan", "my runs/it's.yaml", "--gpu", "L4", "--host", "8cores", "-o", "my runs/it's.l4x1.yaml"]
     assert job[:5] == ["hf", "jobs", "run", "--flavor", "l4x1"]
     assert job[5:7] == ["--timeout", "6h"], "3 h, 22 % slower, and half as much again"
     assert job[job.index("-v") + 1] == "my runs:/work:rw"
@@ -121,7 +123,7 @@ def test_several_cards_start_with_the_plans_launcher_and_an_own_command_is_kept(
     choice = EngineChoice(name="DDP", reason="", commands=("torchrun --n 4 train.py a.yaml",))
     several = replace(several, plan=Plan(facts=replace(several.plan.facts, engine=choice)))
     plan, job = map(shlex.split, job_command(several, Path("a.yaml")))
-    assert plan[-4:] == ["--num-gpus", "4", "-o", "a.l4x4.yaml"] and "--timeout" not in job
+    assert plan[-6:] == ["--num-gpus", "4", "--host", "48cores", "-o", "a.l4x4.yaml"] and "--timeout" not in job
     assert job[-1] == "cd /work && torchrun --n 4 train.py a.l4x4.yaml"
     assert shlex.split(job_command(several, Path("a.yaml"), "make 'it so'")[1])[-1] == "cd /work && make 'it so'"
 
@@ -163,8 +165,20 @@ def test_the_job_of_the_cheapest_flavour_is_shown(capsys: pytest.CaptureFixture[
 def test_the_json_of_a_row_says_what_it_is_best_for() -> None:
     first, second, third = _as_data((L4, A10, NO_FIT), NO_LIMITS, Path("a.yaml"), None)
     assert first["best_for"] == ["speed", "energy"] and second["as_good_for"] == ["speed"] and second["best_for"] == ["cost"]
-    assert first["offer"] == {"provider": "X", "product": "y", "usd_per_hour": 0.8, "source": "t", "date": None}
+    assert first["offer"] == {"provider": "X", "product": "y", "usd_per_hour": 0.8, "vcpus": None, "source": "t", "date": None}
     assert third["fits"] is False and third["within_limits"] == "no" and first["job_commands"] == [] and first["on_pareto_front"]
+
+
+def test_the_host_is_the_rented_machines_unless_another_is_named() -> None:
+    here = SimpleNamespace(named_host=NamedHost())
+    pod = RentalOffer(key="x", provider="X", product="y", card="L4", usd_per_hour=1.0, source="t", up_to=8, vcpus=6)
+    assert _host_of(here, pod, 1).cores == 6 and _host_of(here, pod, 4).cores == 24  # type: ignore[arg-type]
+    assert _host_of(here, replace(pod, vcpus=None), 1).cores is None and _host_of(here, None, 1).cores is None  # type: ignore[arg-type]
+    assert _host_of(SimpleNamespace(named_host=NamedHost(cores=2.0)), pod, 1).cores == 2  # type: ignore[arg-type]
+    hosts = [replace(one, assumed=(Assumption(what="host", value=f"of {cores} cores"),)) for one, cores in ((L4, 8), (T4, 4))]
+    assert _assumed((hosts[0], hosts[0]))[0].value == "of 8 cores"
+    assert _assumed(tuple(hosts))[0].value == "as rented (vCPU in the table)"
+    assert _cells(replace(L4, offer=pod), known=False)[7] == "X y, 6 vCPU"
 
 
 def test_words_of_the_options() -> None:
