@@ -48,7 +48,7 @@ def report(
         from hfopt.monitor.history import benchmark_rows, model_card
 
         if second is not None or as_json or html_file is not None or (card and rows):
-            raise ConfigError("--model-card and --rows stand alone, for one run")
+            raise ConfigError("--model-card and --rows exclude each other and take one run")
         answer(model_card(first) if card else benchmark_rows(first))
         return
     if html_file is not None:

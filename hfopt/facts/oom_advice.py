@@ -39,7 +39,7 @@ _CAUSES: Mapping[OomCause, str] = {
     "shared_memory": "/dev/shm is too small for the batches that DataLoader workers hand over",
     "kv_cache": "what vLLM may use of the card leaves too little for its KV cache",
     "vllm_share": "the share of the card that vLLM asks for is not free when it starts",
-    "bad_size": "the size asked for is no size a program means: a broken tensor or a failed collective, not a lack of memory",
+    "bad_size": "no program means to request that size: a broken tensor or a failed collective, not a lack of memory",
 }
 
 
@@ -52,7 +52,7 @@ def reasons_of(report: OomReport) -> tuple[str, ...]:
 def _asked(report: OomReport) -> str | None:
     figures = report.figures
     where = f" on {report.device}" if report.device else ""
-    asked = None if figures.requested_bytes is None else f"{report.source} asked for {format_bytes(figures.requested_bytes)}{where}"
+    asked = None if figures.requested_bytes is None else f"{report.source} requested {format_bytes(figures.requested_bytes)}{where}"
     known = (
         ("of", figures.total_bytes, "in all"),
         ("", figures.free_bytes, "free"),
@@ -77,7 +77,7 @@ def _fragments(report: OomReport) -> str | None:
         return None
     if report.cause == "fragmentation":
         return (
-            f"fragmentation: yes. {format_bytes(unused)} were reserved and unused, {format_bytes(requested)} were asked for: "
+            f"fragmentation: yes. {format_bytes(unused)} were reserved and unused, {format_bytes(requested)} were requested: "
             "no piece was large enough"
         )
     return f"fragmentation: no. Only {format_bytes(unused)} were reserved and unused"

@@ -78,7 +78,7 @@ class Hang:
     stacks: str
 
     def __str__(self) -> str:
-        where = f"; it stands in {self.where}" if self.where else "; it does not answer (stopped, or held in the kernel)"
+        where = f"; it is in {self.where}" if self.where else "; it does not answer (stopped, or held in the kernel)"
         return f"rank {self.rank} (process {self.pid}) has made no step for {self.after_s:g} s{where}"
 
 

@@ -160,7 +160,7 @@ def supervise(
                 verdict = _after_hang(handoff.start, watch.found[0])
             trained = handoff.start is not None
         if code == 0 and not trained and options is not None and options.plan and options.mode != "plan_only":
-            say("hfopt: no Trainer was trained, so nothing was planned or protected; a loop of one's own is left alone")
+            say("hfopt: no Trainer was trained, so nothing was planned or protected; hfopt leaves custom training loops alone")
         if verdict is None or verdict.hopeless or verdict.output_dir is None:
             if verdict is not None:
                 say(f"hfopt: {verdict.reason}")
@@ -255,7 +255,7 @@ def _orders(verdict: OomVerdict, earlier: RestartOrders | None, checkpoint: Path
 
 def _announcement(verdict: OomVerdict, orders: RestartOrders, found: Checkpoint, which: str) -> str:
     where = f"resuming from {orders.checkpoint}" if orders.checkpoint else "from the start, for there is no checkpoint to resume from"
-    passed = f" (passed over: {'; '.join(found.passed_over)})" if found.passed_over else ""
+    passed = f" (skipped: {'; '.join(found.passed_over)})" if found.passed_over else ""
     settings = f", with {', '.join(f'{key} {value}' for key, value in orders.changes.items())}" if orders.changes else ""
     return f"hfopt: {verdict.reason}. Restart {which}, {where}{passed}{settings}"
 

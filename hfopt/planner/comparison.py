@@ -179,7 +179,7 @@ class Winner:
         if len(self.equal) > len(names):
             names.append(f"{len(self.equal) - len(names)} more")
         listed = "" if not names else names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-        same = f"; {listed} cannot be told apart (8 of 10 such ratios are met within {format_percent(self.error)})" if names else ""
+        same = f"; {listed} cannot be told apart (8 of 10 such ratios are off by at most {format_percent(self.error)})" if names else ""
         return f"{title}: {self.row.card}, {_figure(self.row, self.aim)}{same}"
 
 

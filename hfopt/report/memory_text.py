@@ -76,7 +76,7 @@ def _heading(table: MemoryTable) -> str:
 
 def _device(table: MemoryTable) -> str:
     if table.device is None or table.available_bytes is None:
-        return "no card: name one with --gpu or --vram to hear what fits"
+        return "no card: name one with --gpu or --vram to see what fits"
     return f"{table.device.name}: {format_bytes(table.available_bytes)} {'free' if table.device.free_bytes else 'usable'}"
 
 
@@ -173,10 +173,10 @@ def _replayed(replay: ReplayedOom) -> Iterator[tuple[str, str]]:
         )
         yield "plain", f"  its peak is in {replay.moment}"
     else:
-        asked = "" if replay.failed_bytes is None else f", asking for {format_bytes(replay.failed_bytes)}"
+        asked = "" if replay.failed_bytes is None else f", requesting {format_bytes(replay.failed_bytes)}"
         yield (
             "plain",
-            f"  the step takes {needs}, {format_bytes(replay.available_bytes)} were to be had: it runs out in {replay.moment}{asked}",
+            f"  the step needs {needs}, {format_bytes(replay.available_bytes)} was available: it runs out in {replay.moment}{asked}",
         )
     if parts:
         yield "plain", f"  {parts}"

@@ -73,7 +73,7 @@ def verdict(facts: PlanFacts) -> str:
         return f"The config as it is {_why_not(before)}; with {what} it runs"
     if not planned:
         fastest = "the config is already the fastest that fits"
-        return f"Nothing to change: {fastest}" if not repaired else f"{_count(repaired, 'repair')} of what is outdated; else {fastest}"
+        return f"Nothing to change: {fastest}" if not repaired else f"{_count(repaired, 'repair')} of outdated keys; otherwise {fastest}"
     if abs(gain - 1) < SAME_SPEED:
         return f"As fast as before, with {what}"
     return f"{gain:.2f} times as fast (predicted), with {what}"
@@ -94,7 +94,7 @@ def batch_words(facts: PlanFacts) -> str:
     was, now, world = facts.before.candidate, facts.after.candidate, facts.job.world_size
     old, new = facts.job.effective_batch, facts.effective_batch
     pairs = f"{_product(was, world)} → {_product(now, world)}" if _product(was, world) != _product(now, world) else _product(now, world)
-    return f"Effective batch {new}{' as before' if old == new else f', asked for instead of {old}'}: {pairs}"
+    return f"Effective batch {new}{' as before' if old == new else f', requested instead of {old}'}: {pairs}"
 
 
 def _product(candidate: Candidate, world: int) -> str:
@@ -125,7 +125,7 @@ def _speed(facts: PlanFacts) -> str:
     how = "predicted" if facts.hardware.smallest is not None else "predicted for an idle CPU"
     parts = [f"{_arrow(old.removesuffix(' samples/s'), rate)} {how}" if before.runs else f"{rate} {how} (before: {_why_not(before)})"]
     if after.time.rate_error is not None:
-        parts.append(f"8 of 10 such rates are within {round(100 * after.time.rate_error)} %")
+        parts.append(f"8 of 10 such predictions are within {round(100 * after.time.rate_error)} %")
     if facts.calibrated is not None:
         parts.append(f"at the speeds that `hfopt calibrate` measured on {facts.calibrated}")
     if facts.job.data.samples:

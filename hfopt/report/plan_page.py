@@ -179,7 +179,7 @@ def _summary(facts: PlanFacts) -> str:
             (format_percent(after.time.gpu_utilization), "predicted GPU utilization"),
             (
                 str(facts.effective_batch),
-                f"effective batch, {'before = after' if old == facts.effective_batch else f'asked for; it was {old}'}",
+                f"effective batch, {'before = after' if old == facts.effective_batch else f'requested; it was {old}'}",
             ),
             (verified, "dry run"),
         ]

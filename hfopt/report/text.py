@@ -126,7 +126,7 @@ def _range_and_power(facts: PlanFacts) -> Iterator[Line]:
         low, high = (format_rate(rate, "samples") for rate in limits(time.samples_per_s, time.rate_error))
         yield (
             "soft",
-            f"          8 of 10 such rates are within {round(100 * time.rate_error)} %: {low.removesuffix(' samples/s')} to {high}",
+            f"          8 of 10 such predictions are within {round(100 * time.rate_error)} %: {low.removesuffix(' samples/s')} to {high}",
         )
     if parts := [*_power_parts(facts), *([f"launches priced for {facts.launches}"] if facts.launches else [])]:
         yield "soft", f"          {', '.join(parts)}"
@@ -297,7 +297,7 @@ def why_not(other: Priced, facts: PlanFacts) -> str:
     rate = format_rate(other.time.samples_per_s, "samples")
     if slower <= TIE:
         why = _why_not_equal(other.candidate, winner.candidate)
-        return f"{rate}: within {format_percent(TIE)}, too close for a prediction to separate; {why}"
+        return f"{rate}: within {format_percent(TIE)}, which the prediction cannot separate; {why}"
     unsure = ", too close to call" if slower <= settings_error() else ""
     return f"{rate}: {format_percent(slower)} slower{unsure}, {other.time.bound}-bound, {format_bytes(other.memory.device_bytes)}"
 

@@ -42,7 +42,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_words_for_people_from_standard_input(run: Run) -> None:
     code, out, err = run("-", given=OOM.format(total="1.60").encode())
     assert code == 0 and out == ""
-    for words in ("asked for 250 MiB", "101 MiB free", "fragmentation: no", "phase: the backward", "--config FILE"):
+    for words in ("requested 250 MiB", "101 MiB free", "fragmentation: no", "phase: the backward", "--config FILE"):
         assert words in err
 
 

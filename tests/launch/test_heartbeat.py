@@ -44,7 +44,7 @@ def test_a_process_that_hangs_is_named_once_with_where_it_stands(tmp_path: Path,
         while (hang := watch.look()) is None:
             time.sleep(0.01)
         assert (hang.rank, hang.pid) == (3, process.pid)
-        assert str(hang).startswith(f"rank 3 (process {process.pid}) has made no step for 0.2 s; it stands in <string>, line ")
+        assert str(hang).startswith(f"rank 3 (process {process.pid}) has made no step for 0.2 s; it is in <string>, line ")
         assert "never_returns" in str(hang)
         assert watch.look() is None and watch.found == [hang]
     finally:

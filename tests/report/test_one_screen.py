@@ -24,7 +24,7 @@ def test_the_verdict_says_how_much_faster_and_what_stays(facts: PlanFacts) -> No
     assert verdict(facts) == "1.50 times as fast (predicted), with 1 change"
     assert batch_words(facts) == "Effective batch 96 as before: 32 × 3 → 48 × 2" == plan_text(facts).splitlines()[2]
     asked = replace(facts, job=replace(facts.job, accumulation=6))
-    assert "Effective batch 96, asked for instead of 192: " in plan_text(asked)
+    assert "Effective batch 96, requested instead of 192: " in plan_text(asked)
 
 
 def test_a_calibrated_device_is_named_where_the_rate_stands(facts: PlanFacts) -> None:

@@ -24,7 +24,7 @@ def test_the_page_is_self_contained_and_says_what_changes(facts: PlanFacts, char
 
 def test_a_batch_that_was_asked_for_is_not_said_to_be_the_same(facts: PlanFacts) -> None:
     assert "before = after" in plan_page(facts, PlanCharts()).decode()
-    assert "asked for; it was 96" in plan_page(replace(facts, effective_batch=128), PlanCharts()).decode()
+    assert "requested; it was 96" in plan_page(replace(facts, effective_batch=128), PlanCharts()).decode()
 
 
 def test_the_page_says_what_was_measured_and_how_devices_share_the_work(facts: PlanFacts) -> None:

@@ -138,7 +138,7 @@ def test_a_tie_is_told_with_what_decided_it(facts: PlanFacts) -> None:
     for reason, candidate in others.items():
         equal = Priced(candidate=candidate, memory=facts.after.memory, time=facts.after.time)
         text = plan_text(replace(facts, alternatives=(equal,)))
-        assert f"within 2.0 %, too close for a prediction to separate; {reason}" in " ".join(text.split())
+        assert f"within 2.0 %, which the prediction cannot separate; {reason}" in " ".join(text.split())
     assert "48 × 2 bf16 adafactor torch.compile liger sdpa" in text
 
 
@@ -154,7 +154,7 @@ def test_a_rate_is_told_with_its_range_and_the_power_it_takes(facts: PlanFacts) 
     held = replace(facts.after.time, samples_per_s=100.0, rate_error=0.25, clock_share=0.62, power_w=220.0)
     told = replace(facts, hardware=replace(facts.hardware, gpus=(card,)), after=replace(facts.after, time=held), launches="a server's CPU")
     text = " ".join(plan_text(told).split())
-    assert "8 of 10 such rates are within 25 %: 80.0 to 125 samples/s" in text
+    assert "8 of 10 such predictions are within 25 %: 80.0 to 125 samples/s" in text
     assert "about 220 of 220 W, which holds its clock at 62 % of the boost clock" in text and "server's CPU" in text
     free = plan_text(replace(told, after=replace(told.after, time=replace(held, power_w=120.0))))
     assert "about 120 of 220 W, launches" in free
