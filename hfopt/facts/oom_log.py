@@ -97,7 +97,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     ),
     (
         "data",
-        r"popen_fork\.py|\|(?:\w*cache_\w*latents|_next_data|fetch|_worker_loop|__getitem__|collate_fn|torch_call|pin_memory)\b|dataloader\.py\||datasets[/\\]arrow",
+        r"popen_fork\.py|\|(?:\w*cache_\w*latents|_next_data|fetch|_worker_loop|__getitem__|collate_fn|torch_call|pin_memory)\b|dataloader\.py\||[/\\]datasets[/\\](?:arrow|builder|load|table|iterable|packaged)",
     ),
     ("communication", r"distributed_c10d\.py\||\|(?:all_reduce|all_gather\w*|barrier|broadcast|reduce_scatter\w*)\b"),
     (
@@ -338,6 +338,8 @@ def _phase(lines: Sequence[LogLine], index: int, form: Form, message: str) -> tu
         return "vllm_start", None
     if form.source == "PyTorch's DataLoader":
         return "data", None
+    if form.source == "pyarrow":
+        return "data", "pyarrow, which datasets reads and writes with"
     if "Failed to clone() tensor" in message:
         return "saving", "state_dict of FSDP"
     phase, evidence = phase_before(lines, index)

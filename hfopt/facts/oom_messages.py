@@ -70,6 +70,7 @@ FORMS: tuple[Form, ...] = (
         "library",
     ),
     _form("Windows", 2, r"paging file is too small|WinError 1455", "host"),
+    _form("pyarrow", 2, r"ArrowMemoryError", "host"),
     _form("the C++ heap", 3, r"std::bad_alloc|\bbad allocation\b", "host"),
     _form("the operating system", 3, r"Cannot allocate memory|unable to mmap \d+ bytes", "host"),
     _form("Python", 3, r"^\s*MemoryError\b|\bMemoryError:?\s*$", "host"),
