@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -166,6 +166,8 @@ COLUMNS = (
     "optimizer", "checkpointing", "attention", "versions/date", "metric_kind", "value", "unit", "ambiguity", "trust",
 )  # fmt: skip
 """As benchmarks/data/trainer_runs.csv has them."""
+DISTURBANCES = frozenset({"cpu_starved", "throttled", "shared_gpu", "slow_rank"})
+"""Findings of what a plan does not predict: they explain a step that took longer."""
 _ROWS = (
     ("step_s", "step_seconds", "s/step", 1),
     ("samples_per_s", "samples_per_s", "samples/s", 1),
@@ -208,14 +210,24 @@ def receipt_of(plan: Any, args: Any, figures: Mapping[str, float]) -> Receipt | 
     )
 
 
-def receipt_lines(receipt: Mapping[str, Any] | Receipt) -> Iterator[str]:
-    """'step: 308.1 ms predicted, 320.0 ms measured (+3.9 %)'; what is not known on both sides is left out."""
+def receipt_lines(receipt: Mapping[str, Any] | Receipt, causes: Iterable[str] = ()) -> Iterator[str]:
+    """'step: 308.1 ms predicted, 320.0 ms measured (+3.9 %)'; unknown figures are left out. `causes`: of the run's findings."""
     found = asdict(receipt) if isinstance(receipt, Receipt) else receipt
     if found.get("why_not"):
         yield f"not compared: {found['why_not']}"
         return
+    disturbed = _disturbed(causes)
     for name, before, after, words in _compared(found):
-        yield f"{name}: {words(before)} predicted, {words(after)} measured ({_off(before, after)})"
+        why = (
+            f"; the run was disturbed ({disturbed}), which no plan predicts"
+            if disturbed and words is format_seconds and after > before
+            else ""
+        )
+        yield f"{name}: {words(before)} predicted, {words(after)} measured ({_off(before, after)}){why}"
+
+
+def _disturbed(causes: Iterable[str]) -> str:
+    return ", ".join(sorted(DISTURBANCES.intersection(causes)))
 
 
 def model_card(history: History) -> str:
@@ -236,6 +248,8 @@ def model_card(history: History) -> str:
     if rows:
         lines += ["", "| | predicted by hfopt | measured | off |", "|---|---|---|---|"]
         lines += [f"| {name} | {words(before)} | {words(after)} | {_off(before, after)} |" for name, before, after, words in rows]
+        if disturbed := _disturbed(_causes(history)):
+            lines += ["", f"The run was disturbed ({disturbed}), which no plan predicts."]
     return "\n".join(lines) + "\n"
 
 
@@ -257,7 +271,7 @@ def benchmark_rows(history: History) -> str:
         "checkpointing": config.get("gradient_checkpointing"),
         "versions/date": f"{used}, {day}",
         "ambiguity": "the model's id, its sequence length and its attention are not in the log",
-        "trust": "measured by HFGpuMonitor",
+        "trust": f"measured by HFGpuMonitor{f', disturbed: {disturbed}' if (disturbed := _disturbed(_causes(history))) else ''}",
     }
     out = io.StringIO()
     table = csv.DictWriter(out, COLUMNS, restval="", lineterminator="\n")
@@ -267,6 +281,10 @@ def benchmark_rows(history: History) -> str:
             name_of_run = history.path.parent.parent.name
             table.writerow(common | {"id": f"{name_of_run}#{kind}", "metric_kind": kind, "value": value * factor, "unit": unit})
     return out.getvalue()
+
+
+def _causes(history: History) -> Iterator[str]:
+    return (str(finding.get("cause")) for finding in history.findings)
 
 
 def _compared(found: Mapping[str, Any]) -> Iterator[tuple[str, float, float, Any]]:

@@ -121,7 +121,7 @@ def _report(history: History) -> Iterator[str]:
     yield from _time(total)
     yield from _machine(total)
     if history.receipt is not None:
-        yield from (f"plan    {line}" for line in receipt_lines(history.receipt))
+        yield from (f"plan    {line}" for line in receipt_lines(history.receipt, (finding["cause"] for finding in history.findings)))
     yield from _notes(history)
 
 

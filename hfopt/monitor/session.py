@@ -264,7 +264,8 @@ class WatchSession:
         self.journal.close()
         self.say(run_text.closing(total, figures, findings, self.journal.path))
         if receipt is not None:
-            self.say("\n".join(f"hfopt: plan for {receipt.planned_for}: {line}" for line in receipt_lines(receipt)))
+            lines = receipt_lines(receipt, (finding.cause for finding in findings))
+            self.say("\n".join(f"hfopt: plan for {receipt.planned_for}: {line}" for line in lines))
         self._alerts.close()
 
     def stop(self) -> None:

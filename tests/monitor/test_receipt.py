@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_a_section_for_the_model_card(run: Path) -> None:
     assert "| time of a step | 500.0 ms | 550.0 ms | +10.0 % |" in text and "| memory reserved by torch |" in text
     shown = CliRunner().invoke(application(["report"]), ["report", str(run), "--model-card"])
     assert shown.exit_code == 0 and shown.stdout == text
+
+
+def test_a_disturbed_run_says_so_beside_its_figures(run: Path) -> None:
+    entry = {"kind": "finding", "time": 1.0, "step": 30, "cause": "cpu_starved", "confidence": 0.9, "evidence": {}, "message": "m"}
+    with (run / "hfopt" / "monitor.jsonl").open("a") as log:
+        log.write(json.dumps({**entry, "changes": [], "predicted_gain": None}) + "\n")
+    loaded = history.load(run)
+    assert "measured (+10.0 %); the run was disturbed (cpu_starved), which no plan predicts" in run_text.report(loaded)
+    assert "The run was disturbed (cpu_starved)" in model_card(loaded)
+    assert "measured by HFGpuMonitor, disturbed: cpu_starved" in benchmark_rows(loaded)
+    assert "disturbed" not in "".join(receipt_lines({"predicted_step_s": 2.0, "measured_step_s": 1.0}, ["cpu_starved"]))
 
 
 def test_rows_are_those_of_the_benchmark(run: Path) -> None:
