@@ -1,4 +1,4 @@
-"""One error tree: what the user can be told, and the exit code that goes with it.
+"""One error tree: what is reported to the user, and its exit code.
 
 HfoptError                  exit 2   anything below; caught once, in the CLI, and printed without a traceback
 ├── ConfigError             exit 2   the config cannot be read or does not say enough

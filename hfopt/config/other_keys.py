@@ -1,4 +1,4 @@
-"""Keys beside those of the Trainer: what no figure shows, what LLaMA-Factory refuses and what nobody here knows is said.
+"""Keys beside those of the Trainer: what no figure shows, what LLaMA-Factory refuses and what is unknown here is reported.
 
 Source: LLaMA-Factory, src/llamafactory/hparams/parser.py (get_train_args, _verify_model_args) and finetuning_args.py (__post_init__), as of
 August 2026. Only rules that the file alone decides are here: those about the device and about installed packages are not.

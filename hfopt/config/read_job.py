@@ -1,4 +1,4 @@
-"""Config in: a YAML file becomes a TrainJob, with everything that is wrong with it told at once.
+"""Config in: a YAML file becomes a TrainJob, with everything that is wrong with it reported at once.
 
 The job's arguments have current names and right types even where the file does not, so that later stages need not know how it was written.
 """

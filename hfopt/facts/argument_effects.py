@@ -1,4 +1,4 @@
-"""What each argument does to the figures, and which versions of transformers know it: no argument is passed over in silence.
+"""What each argument does to the figures, and which versions of transformers know it: no argument is ignored silently.
 
 Source of every row: `training_args.py`, `training_args_seq2seq.py` and `trainer_utils.py` of the last patch of each minor release from
 4.40 to 5.23, read by `training_keys.read`. A key without a row is in all of them. Kinds and defaults of keys that exist today are taken

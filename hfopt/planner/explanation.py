@@ -1,4 +1,4 @@
-"""Why a run ended for want of memory, in sentences, and the smallest changes that would have fitted.
+"""Why a run ran out of memory, in sentences, and the smallest changes that would have fitted.
 
 From the log alone the sentences say what the figures say, and the changes are those that help in that phase. With the config the step is
 traced and replayed on a card of that size: where it runs out is the tensor that was most likely asked for, and each change is priced.

@@ -1,4 +1,4 @@
-"""A run while it goes on: readings, windows of them, findings, and what is known of an out-of-memory error."""
+"""A live run: readings, windows of them, findings, and what is known of an out-of-memory error."""
 
 from __future__ import annotations
 
