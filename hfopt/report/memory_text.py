@@ -166,10 +166,10 @@ def _replayed(replay: ReplayedOom) -> Iterator[tuple[str, str]]:
     yield "title", f"By the replay of the config on {replay.device} (predicted, not measured)"
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in replay.breakdown.items())
     if replay.fits:
-        yield "plain", f"  the step takes {needs} and fits {format_bytes(replay.available_bytes)}: the run did something else"
+        yield "plain", f"  the step takes {needs} and fits {format_bytes(replay.available_bytes)}: it does not explain the error"
         yield (
             "plain",
-            "  longer samples than assumed (--config's max_length, images), another config, a leak, or a second model on the card",
+            "  likely causes: longer samples than assumed, another config than the run's, a leak, or a second model on the card",
         )
         yield "plain", f"  its peak is in {replay.moment}"
     else:
