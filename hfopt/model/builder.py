@@ -160,9 +160,8 @@ def add_lora(model: nn.Module, lora: Lora, task: Task, without: Sequence[ModelPa
         try:
             adapted: nn.Module = get_peft_model(model, config)
         except (ValueError, KeyError, TypeError) as error:
-            raise WorkloadError(
-                f"LoRA cannot be put on {type(model).__name__}: {error}", hint="name its linear layers in target_modules, or use all-linear"
-            ) from error
+            hint = "lora_dropout: 0" if "lora_dropout" in str(error) else "name its linear layers in target_modules, or use all-linear"
+            raise WorkloadError(f"LoRA cannot be put on {type(model).__name__}: {error}", hint=hint) from error
     return adapted
 
 

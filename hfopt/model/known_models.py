@@ -137,9 +137,10 @@ def likeliest(name: str) -> Suggestion | None:
 
 
 def same_numbers(name: str, other: str) -> bool:
-    """Whether two names state the same sizes and versions, so that one may be a slip of the other."""
-    one, two = _read(_bare(name)), _read(_bare(other))
-    return one.sizes == two.sizes and one.numbers == two.numbers
+    """Whether two names state the same sizes, versions and shapes, so that one may be a slip of the other."""
+    numbers = [sorted(re.findall(r"\d+", _bare(one))) for one in (name, other)]
+    shapes = [_OTHER_SHAPE & set(re.split(r"[^a-z]+", _bare(one).lower())) for one in (name, other)]
+    return numbers[0] == numbers[1] and shapes[0] == shapes[1]
 
 
 def _telling_parts(name: str) -> list[str]:

@@ -38,6 +38,7 @@ _MOST: tuple[tuple[str, int], ...] = (
     (r"conv_dim|hidden_sizes|classifier_proj_size|codevector_dim|proj_codevector_dim", 32),
     (r"(moe_)?intermediate_size|ffn_dim|(encoder|decoder)_ffn_dim|d_ff|n_inner|hidden_dim|ffn_hidden_size", 64),
     (r"num_(local_|routed_)?experts|n_routed_experts", 4),
+    (r"(num_)?experts_per_tok(en)?|num_selected_experts|moe_(top_?k|k)", 2),
     (r"max_position_embeddings|n_positions|max_source_positions|max_target_positions|max_sequence_length", 128),
     (r"num_labels", 3),
 )

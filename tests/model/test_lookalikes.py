@@ -101,6 +101,7 @@ def test_a_slip_keeps_its_numbers() -> None:
     assert same_numbers("bert-base-uncassed", "google-bert/bert-base-uncased")
     assert not same_numbers("mistralai/Codestral-22B", "mistralai/Mistral-7B-v0.1")
     assert not same_numbers("Llama-3.1-8B", "Llama-3.2-8B")
+    assert not same_numbers("nvidia/mit-b2", "nvidia/mit-b0") and not same_numbers("facebook/detr-resnet-50", "microsoft/resnet-50")
 
 
 @pytest.mark.parametrize("name", ["facebook/detr-resnet-50", "openmmlab/upernet-convnext-small", "facebook/maskformer-swin-base-coco"])

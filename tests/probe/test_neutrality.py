@@ -48,6 +48,8 @@ def job_of(tmp_path: Path) -> Callable[..., TrainJob]:
 
 def test_widths_that_must_agree_shrink_alike() -> None:
     assert neutrality.shrink({"hidden_size": 1024, "pooler_hidden_size": 1024}) == {"hidden_size": 32, "pooler_hidden_size": 32}  # DeBERTa
+    experts = neutrality.shrink({"num_experts": 128, "num_experts_per_tok": 8})
+    assert experts["num_experts_per_tok"] <= experts["num_experts"]
 
 
 def test_a_language_model_that_counts_its_items_is_neutral(job_of: Callable[..., TrainJob]) -> None:
