@@ -217,6 +217,10 @@ def _explained(error: BaseException, recorder: Recorder) -> TraceError:
         return TraceError(
             f"the model refuses this step: {what}", hint="state what it takes in the YAML (image_size), or install what it names"
         )
+    if isinstance(error, ValueError) and frames and "/trl/" in frames[-1].filename:
+        return TraceError(
+            f"TRL's own trainer refuses this config: {what}", hint="the run itself would stop there too: change what it names"
+        )
     return TraceError(
         f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {what}",
         hint="an operation whose result decides a shape or a branch needs real data; measure this model with a dry run instead",

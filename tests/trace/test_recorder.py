@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
+from hfopt.trace.tracer import _explained
 
 Make = Callable[..., Workload]
 
@@ -113,3 +115,11 @@ def test_a_gradient_is_written_into_the_zeros_made_for_it(tiny_gpt2: Make) -> No
         workload = _workload(tiny_gpt2, lambda y, mask, choose=choose: choose(torch.cat([y] * 64, dim=1)))
         peak = estimate(workload, StepSettings()).curve.peak(1024)
         assert live < peak.allocated_bytes / (1024 * wide * 4) < live + 0.5, name
+
+
+def test_what_trl_itself_refuses_is_no_fault_of_the_trace() -> None:
+    code = compile("raise ValueError('Unknown loss type: kto_pair')", "/site-packages/trl/trainer/dpo_trainer.py", "exec")
+    with pytest.raises(ValueError, match="kto_pair") as raised:
+        exec(code)
+    words = str(_explained(raised.value, SimpleNamespace(last_operation=None, module="")))  # type: ignore[arg-type]
+    assert words == "TRL's own trainer refuses this config: Unknown loss type: kto_pair"
