@@ -122,7 +122,16 @@ _FURTHER_KEYS = (
     *("model", "base_id", "model_key", "hf_model", "hf_model_id", "hf_model_name", "hf_model_path", "model_id_or_path", "llm", "backbone"),
     *("base_model_path", "pretrained_path", "pretrained_name", "model_name_path", "llm_name", "llm_path", "student_model"),
     *("restore_from", "model_repo_id", "hf_path", "hf_repo", "hub_model", "pretrained_ckpt", "pretrained_checkpoint", "foundation_model"),
-    *("huggingface_model", "base_checkpoint", "model_source", "student", "student_model_name_or_path"),
+    *(
+        "huggingface_model",
+        "base_checkpoint",
+        "model_source",
+        "student",
+        "policy_model",
+        "policy",
+        "actor_model",
+        "student_model_name_or_path",
+    ),
 )
 _LAST_KEYS = ("config_name", "checkpoint")
 _SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")

@@ -163,7 +163,7 @@ def _attention(facts: Facts) -> str | None:
 
 
 def _lora(facts: Facts, factory: bool) -> Lora | None:
-    if facts.false("use_peft", "use_lora", "lora_enabled") or any(
+    if facts.false("use_peft", "use_lora", "lora_enabled", "lora_enable", "enable_lora") or any(
         value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
     ):
         return None
@@ -178,7 +178,9 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
     else:
         nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
         flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
-        asked = word in _LORA_WORDS or facts.true("use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora")
+        asked = word in _LORA_WORDS or facts.true(
+            "use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora", "lora_enable", "enable_lora"
+        )
         asked = asked or any(value is True for _, value in facts.all("enabled", under=_LORA_SECTIONS))
         if word in _FULL_WORDS or (nested is None and flat is None and not asked):
             return None
@@ -186,7 +188,9 @@ def _lora(facts: Facts, factory: bool) -> Lora | None:
         alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
         dropout = _first(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
         target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
-        target = target or facts.get("target", "targets", "modules", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
+        target = (
+            target or facts.get("target", "targets", "modules", "keys", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
+        )
     return Lora(
         r=rank,
         alpha=float(alpha),

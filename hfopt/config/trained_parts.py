@@ -29,7 +29,7 @@ _PART_KEYS: dict[ModelPart, tuple[tuple[str, ...], tuple[str, ...]]] = {  # keys
             "freeze_merger",
             "freeze_connector",
         ),
-        ("tune_mm_mlp", "tune_mm_mlp_adapter", "train_projector"),
+        ("tune_mm_mlp", "tune_mm_mlp_adapter", "train_projector", "tune_merger", "train_merger"),
     ),
     "language": (("freeze_language_model", "freeze_llm", "freeze_text_model", "freeze_backbone_llm"), ("tune_mm_llm", "train_llm")),
 }

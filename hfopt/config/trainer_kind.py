@@ -33,7 +33,22 @@ _NAMED: Mapping[str, TrainerKind] = {
     "reward": "Reward",
     "sft": "SFT",
 }
-_STATED_BY = ("stage", "rlhf_type", "rl", "method", "trainer_type", "trainer_class", "trainer", "training_type")
+_STATED_BY = (
+    *(
+        "stage",
+        "rlhf_type",
+        "rl",
+        "method",
+        "trainer_type",
+        "trainer_class",
+        "trainer",
+        "training_type",
+        "algorithm",
+        "algo",
+        "rl_algorithm",
+    ),
+    *("training_method", "train_method", "training_stage", "task"),
+)
 _OWN_KEYS: tuple[tuple[TrainerKind, tuple[str, ...]], ...] = (
     ("RLOO", ("rloo_k", "normalize_advantages", "reward_clip_range")),
     ("GRPO", ("num_generations", "reward_funcs", "steps_per_generation", "scale_rewards")),
@@ -44,7 +59,7 @@ _OWN_KEYS: tuple[tuple[TrainerKind, tuple[str, ...]], ...] = (
         "DPO",
         (
             *("rpo_alpha", "f_divergence_type", "precompute_ref_log_probs", "ref_model_sync_steps", "pref_beta", "reference_free"),
-            *("dpo_beta", "dpo_loss_type"),
+            *("dpo_beta", "dpo_loss_type", "max_prompt_length"),
         ),
     ),
 )
@@ -89,7 +104,7 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     preference = own or _by_loss(facts)
     by_path = _by_path(path)
     if preference is not None:
-        return by_path if preference in ("DPO", "GRPO") and by_path in ("ORPO", "CPO", "RLOO") else preference
+        return by_path if preference in ("DPO", "GRPO") and by_path in ("ORPO", "CPO", "RLOO", "KTO") else preference
     name = model_name(facts)
     if facts.has(*_SFT_KEYS) and (name is None or _ENCODERS.search(name) is None):
         return by_path or "SFT"
@@ -276,7 +291,8 @@ def _stated(facts: Facts, trainer: TrainerKind, *, is_factory: bool) -> tuple[Ta
 
 def _gathered(facts: Facts) -> tuple[Task | None, int | None]:
     """By the loss, the options of an example script, or the dataset."""
-    if _COMPARING.search(_first_text(facts, "loss", "loss_type", "loss_function", "loss_fn", "loss_name")) or facts.has(
+    loss = _first_text(facts, "loss", "loss_type", "loss_function", "loss_fn", "loss_name")
+    if _COMPARING.search(loss or facts.text("name", "type", under=("loss", "loss_config")) or "") or facts.has(
         "batch_sampler", "multi_dataset_batch_sampler"
     ):
         return "embedding", None

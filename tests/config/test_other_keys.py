@@ -20,6 +20,11 @@ def test_what_another_tool_does_is_named() -> None:
     assert said(FACTORY + "fp8: false\nmixture_of_depths: null\ntensor_model_parallel_size: 1\n") == ()
 
 
+def test_devices_in_a_file_are_not_those_that_are_planned_for() -> None:
+    assert said("model_name: gpt2\nnum_gpus: 1\n") == ()
+    assert said("model_name: gpt2\nnum_gpus: 8\n") == ("num_gpus: 8 is set; how many devices train is said by --num-gpus, not by the file",)
+
+
 def test_keys_with_the_same_effect_share_a_sentence() -> None:
     (one,) = said(FACTORY + "pipeline_model_parallel_size: 4\nexpert_model_parallel_size: 2\n")
     assert "pipeline_model_parallel_size: 4, expert_model_parallel_size: 2 are set" in one
