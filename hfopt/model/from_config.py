@@ -77,6 +77,9 @@ def from_spec(
     return _workload(recipe, data, trainer, trl=trl_arguments is not None)
 
 
+_NO_TARGETS = "peft has no usual target_modules for"
+
+
 def _with_targets(model: ModelSpec, config: Any) -> ModelSpec:
     """peft refuses an adapter without targets where it has no usual ones for the architecture, so the script must name them."""
     if model.lora is None or model.lora.target_modules is not None or find_spec("peft") is None:
@@ -85,8 +88,13 @@ def _with_targets(model: ModelSpec, config: Any) -> ModelSpec:
 
     if config.model_type in TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
         return model
-    note = f"peft has no usual target_modules for {config.model_type} and the file names none: adapters are planned on all linear layers"
+    note = f"{_NO_TARGETS} {config.model_type} and the file names none: adapters are planned on all linear layers"
     return replace(model, lora=replace(model.lora, target_modules="all-linear"), notes=(*model.notes, note))
+
+
+def _targets(recipe: Recipe) -> tuple[Assumption, ...]:
+    guessed = any(note.startswith(_NO_TARGETS) for note in recipe.spec.notes)
+    return (Assumption(what="adapted", value="all linear layers", guessed=True, settle="target_modules"),) if guessed else ()
 
 
 def _head(config: Any, model: ModelSpec, trainer: str) -> Head:
@@ -191,6 +199,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
             *_labels(recipe, trainer),
             *sized.assumed,
             *_text_alone(recipe),
+            *_targets(recipe),
             *assumed_build(recipe, facts.model),
             *_reference(recipe, trainer),
         ),
@@ -217,7 +226,8 @@ def _architecture(source: ConfigSource, overrides: Mapping[str, Any]) -> tuple[A
         return (Assumption(what="architecture", value=f"{source.name} with {sizes}"),)
     if source.taken_for is None:
         return ()
-    return (Assumption(what="architecture", value=f"that of {source.taken_for}, by its name", guessed=True, settle="--like"),)
+    whole = "" if source.packing is None else f", in 16 bits, as {source.packing} is not modelled"
+    return (Assumption(what="architecture", value=f"that of {source.taken_for}, by its name{whole}", guessed=True, settle="--like"),)
 
 
 def _reference(recipe: Recipe, trainer: str) -> tuple[Assumption, ...]:

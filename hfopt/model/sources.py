@@ -31,6 +31,7 @@ class ConfigSource:
     fields: Mapping[str, Any]
     where: str
     note: str | None = None  # said when the name was not the very one
+    packing: str | None = None  # how its weights are packed, where that is not modelled
     taken_for: str | None = None  # the known model whose fields these are, where the name alone says so
     folder: Path | None = None  # where it lies, with its remote code if the config refers to any
 
@@ -130,9 +131,10 @@ def _re_upload(name: str) -> ConfigSource | None:
     if entry is None:
         return None
     note = f"{name} is not known here; it is taken for {entry.hub_id} by its name"
-    if packing is not None and not packing[2].lower().startswith("bnb"):
-        note += f"; how {packing[2].upper()} packs its weights is not modelled: they are planned in 16 bits, which take more"
-    return ConfigSource(name=name, fields=entry.config, where=TABLE, note=note, taken_for=entry.hub_id)
+    packed = None if packing is None or packing[2].lower().startswith("bnb") else packing[2].upper()
+    if packed is not None:
+        note += f"; how {packed} packs its weights is not modelled: they are planned in 16 bits, which take more"
+    return ConfigSource(name=name, fields=entry.config, where=TABLE, note=note, taken_for=entry.hub_id, packing=packed)
 
 
 def _packed_of(bare: str) -> Architecture | None:

@@ -89,6 +89,6 @@ def test_a_reference_is_said(tiny: Tiny, trainer: str, spec: dict[str, Any], sai
 def test_a_model_that_is_known_by_its_name_alone_is_a_guess(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     workload = from_spec(ModelSpec(name="somebody/SmolLM2-135M-AWQ", weights_dtype="bfloat16"), DataSpec(max_length=32))
-    guess = Assumption(what="architecture", value="that of HuggingFaceTB/SmolLM2-135M, by its name", guessed=True, settle="--like")
-    assert workload.assumed[0] == guess
+    taken = "that of HuggingFaceTB/SmolLM2-135M, by its name, in 16 bits, as AWQ is not modelled"
+    assert workload.assumed[0] == Assumption(what="architecture", value=taken, guessed=True, settle="--like")
     assert any("AWQ packs its weights is not modelled" in note for note in workload.notes)

@@ -16,7 +16,7 @@ import torch
 from hfopt.errors import WorkloadError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.builder import skeleton
-from hfopt.model.from_config import _with_targets, from_spec
+from hfopt.model.from_config import _targets, _with_targets, from_spec
 from hfopt.model.sources import find_config
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Task
 
@@ -165,6 +165,8 @@ def test_an_adapter_without_targets_where_peft_has_none(tiny: Tiny) -> None:
     known, unknown = (_with_targets(ModelSpec(name="x", lora=Lora()), config) for config in usual)
     assert known.lora == Lora() and unknown.lora == Lora(target_modules="all-linear")
     assert "all linear layers" in unknown.notes[0]
+    (said,) = _targets(SimpleNamespace(spec=unknown))  # type: ignore[arg-type]
+    assert (said.what, said.guessed) == ("adapted", True) and _targets(SimpleNamespace(spec=known)) == ()  # type: ignore[arg-type]
 
 
 def test_attention_implementation_is_taken(tiny: Tiny) -> None:
