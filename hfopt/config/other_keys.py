@@ -191,7 +191,9 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
         key = path[-1]
         if _is_unset(value):
             continue
-        if key in reasons:
+        if key == "reward_funcs" and (models := [str(one) for one in (value if isinstance(value, list) else [value]) if "/" in str(one)]):
+            named.setdefault(reasons["reward_model"], []).append(f"reward_funcs: {', '.join(models)}")  # TRL loads those with an owner
+        elif key in reasons:
             named.setdefault(reasons[key], []).append(f"{key}: {_shown(value)}")
         elif not key.startswith("_") and not _is_known(key, facts.asked) and _may_matter(path, inside=path[:-1] in places):
             unknown.append(key)

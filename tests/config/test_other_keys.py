@@ -25,6 +25,13 @@ def test_devices_in_a_file_are_not_those_that_are_planned_for() -> None:
     assert said("model_name: gpt2\nnum_gpus: 8\n") == ("num_gpus: 8 is set; how many devices train is said by --num-gpus, not by the file",)
 
 
+def test_a_reward_model_among_the_functions_is_named() -> None:
+    grpo = "model_name_or_path: x/y\nnum_generations: 8\n"
+    assert said(f"{grpo}reward_funcs: [accuracy_reward]\n") == ()
+    (model,) = said(f"{grpo}reward_funcs: [accuracy_reward, org/rm]\n")
+    assert model.startswith("reward_funcs: org/rm is set; what another model than the trained one holds on the card")
+
+
 def test_keys_with_the_same_effect_share_a_sentence() -> None:
     (one,) = said(FACTORY + "pipeline_model_parallel_size: 4\nexpert_model_parallel_size: 2\n")
     assert "pipeline_model_parallel_size: 4, expert_model_parallel_size: 2 are set" in one
