@@ -281,10 +281,13 @@ class Recipe:
 
 
 def uses_flash(spec: ModelSpec) -> bool:
-    """flash_attention_2, _3 or a kernel of the Hub: CUDA code that only runs there. PyTorch's own flash kernel takes the same memory, and
-    sdpa takes it when no sample is padded, which is how the flash packages see every batch (they cut the padding out)."""
-    name = spec.attn_implementation or ""
-    return name.startswith("flash_attention") or "/" in name
+    """flash_attention_2, _3, a kernel of the Hub or FlexAttention: code that only runs on a card. PyTorch's own flash kernel takes the same
+    memory, and sdpa takes it when no sample is padded, which is how all of them see a batch (padding is cut out, or whole blocks of it)."""
+    return is_flash(spec.attn_implementation)
+
+
+def is_flash(name: str | None) -> bool:
+    return name is not None and (name.startswith("flash_attention") or name == "flex_attention" or "/" in name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from torch import nn
 from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
-from hfopt.model.builder import build_here, checkpoint_dtype, repeated_blocks
+from hfopt.model.builder import build_here, checkpoint_dtype, is_flash, repeated_blocks
 from hfopt.model.heads import task_of_class
 from hfopt.model.losses import BATCH_DEPENDENT, carry, companions, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
@@ -106,8 +106,8 @@ def _copied(trainer: Any, *, keep_weights: bool) -> nn.Module:
 
 def uses_flash_kernel(model: Any) -> bool:
     """A package's CUDA kernel; PyTorch's own takes the same memory, where no sample is padded, which is how the packages see a batch."""
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
-    return hasattr(model, "set_attn_implementation") and (name.startswith("flash_attention") or "/" in name)
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return hasattr(model, "set_attn_implementation") and is_flash(name)
 
 
 def _parameter(parameter: nn.Parameter, *, keep_weights: bool) -> nn.Parameter:

@@ -62,6 +62,20 @@ def attention_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None
     return Offer(values=(*found, flash))
 
 
+def attention_note(subject: Subject, gpu: Gpu | None) -> tuple[str, ...]:
+    """Where the config's own attention does not run on this card or in this dtype: the packages raise an error there."""
+    name = subject.job.model.attn_implementation or ""
+    if "flash" not in name or gpu is None or gpu.capability is None:
+        return ()
+    least = (9, 0) if re.search(r"flash[-_]att(ention|n)[-_]?3", name) else (8, 0)
+    said = f"{ATTENTION}: {name} does not run"
+    if gpu.capability < least:
+        return (f"{said} on {gpu.name}: it needs compute capability {least[0]}.{least[1]}; {ATTENTION}: sdpa does",)
+    if subject.job.settings.precision == "fp32" and subject.workload.weights_dtype == "float32":
+        return (f"{said} in float32: set bf16: true, or dtype: bfloat16",)
+    return ()
+
+
 def liger_choices(subject: Subject, allowed: frozenset[str]) -> Offer:
     if LIGER not in allowed or LIGER in subject.job.fixed:
         return Offer(values=(False,))

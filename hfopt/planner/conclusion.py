@@ -16,7 +16,7 @@ from hfopt.facts.training_keys import NEW_SPELLINGS
 from hfopt.hardware.installed_software import missing_kernels
 from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
-from hfopt.planner.choices import attention_choices, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
+from hfopt.planner.choices import attention_choices, attention_note, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.compiled import compile_note, compile_reason
 from hfopt.planner.data_feed import Feeding
 from hfopt.planner.evaluation_choice import FirstEvaluation
@@ -310,6 +310,7 @@ def _about_the_file(course: PlanningOutcome) -> Iterator[str]:
     yield from subject.notes
     yield from unseen(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
+    yield from attention_note(subject, course.device.gpu)
     yield from subject.job.model.notes
 
 

@@ -17,7 +17,7 @@ from hfopt.facts.argument_effects import unseen
 from hfopt.hardware.installed_software import missing_kernels
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.timeline import live_over_time
-from hfopt.planner.choices import current_candidate, liger_note
+from hfopt.planner.choices import attention_note, current_candidate, liger_note
 from hfopt.planner.compiled import compile_note
 from hfopt.planner.engines import named_engine, subject_on
 from hfopt.planner.evaluation_choice import (
@@ -189,7 +189,7 @@ def memory_table(
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *compile_note(subject, gpu))
+    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu), *compile_note(subject, gpu))
     kernels = missing_kernels(gpu, torch_build())
     notes = [
         *(() if kernels is None else (str(kernels),)),

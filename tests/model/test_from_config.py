@@ -135,7 +135,7 @@ def test_dtype_and_labels_and_overrides(tiny: Tiny) -> None:
     assert model.score.out_features == 7 and workload.layers == 5
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "flex_attention"])
 def test_flash_attention_is_planned_without_its_package(tiny: Tiny, name: str) -> None:
     workload = from_spec(ModelSpec(name=tiny("llama"), attn_implementation=name), DataSpec(max_length=8))
     assert workload.build_model().config._attn_implementation == "sdpa"

@@ -9,7 +9,7 @@ import pytest
 
 from hfopt.hardware import catalog
 from hfopt.planner import Request
-from hfopt.planner.choices import attention_choices, liger_choices, liger_note, runs_liger
+from hfopt.planner.choices import attention_choices, attention_note, liger_choices, liger_note, runs_liger
 from hfopt.planner.request import Subject, from_file
 
 LLAMA = {
@@ -75,6 +75,18 @@ def test_flash_attention_needs_package_and_card(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("hfopt.planner.choices.find_spec", lambda name: None)
     missing = attention_choices(made, BOTH, catalog.find("rtx 4090"))
     assert missing.values == (None,) and missing.note is not None and "flash-attn is not installed" in missing.note
+
+
+def test_an_attention_that_the_card_or_the_dtype_rules_out_is_named(tmp_path: Path) -> None:
+    def note(stated: str, card: str) -> str:
+        made = subject(tmp_path, LLAMA, f"attn_implementation: {stated}\n")
+        return " ".join(attention_note(made, catalog.find(card)))
+
+    assert "does not run on Tesla T4: it needs compute capability 8.0" in note("flash_attention_2\nbf16: true", "t4")
+    assert "compute capability 9.0" in note("kernels-community/vllm-flash-attn3\nbf16: true", "rtx 4090")
+    assert "in float32" in note("flash_attention_2\ndtype: float32", "rtx 4090")
+    for stated in ("flash_attention_2\nbf16: true", "flex_attention", "sdpa"):
+        assert note(stated, "rtx 4090") == ""
 
 
 def test_liger_of_the_file_is_in_the_figures_or_named(tmp_path: Path) -> None:
