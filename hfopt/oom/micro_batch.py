@@ -103,7 +103,7 @@ class Pieces:
             total = loss if total is None else total + loss
             if number == 0 and len(parts) > 1 and (why := self.after_first_piece()) is not None:
                 raise CannotCut(why)
-        self._say_other_draws(state)
+        self.say_other_draws(state)
         self.counters.merge_pieces(before, tokens)
         assert total is not None
         return total
@@ -115,7 +115,7 @@ class Pieces:
         replay.restore_torch(state)
         return Draws(self.draws, rows)
 
-    def _say_other_draws(self, before: RngState) -> None:
+    def say_other_draws(self, before: RngState) -> None:
         if not (self._said_draws or self.draws.givable) and replay.moved(before):
             self._said_draws = True
             say("hfopt: dropout draws other masks for the pieces than for the whole micro-batch")

@@ -8,7 +8,7 @@ in pieces with the same `num_items_in_batch`. Nothing outside the step notices: 
 `training_step` returns.
 
 Limits: random numbers that pieces cannot be given (`whole_draws.py`) are others than the whole's. A process that cannot repeat its
-step (the optimizer had begun, FSDP, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last
+step (the optimizer had begun, FSDP1, ZeRO, an exchange of gradients had begun) says so and ends; `hfopt run` restarts it from its last
 checkpoint.
 """
 
@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from hfopt.oom.micro_batch import CannotCut, Pieces
 from hfopt.oom.next_settings import Fit, Settings, Sink, Supervisor
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
 from hfopt.oom.replay import AccumulationWindow, ForwardState
+from hfopt.oom.sharded_ranks import ShardedSteps, can_be_repeated
 from hfopt.oom.split_batch import structural_refusal
 from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import FallbackEvent, MemoryModel, OomSeen, ReplanStep
@@ -60,7 +61,8 @@ class Guard:
         self._pace = Pace(full=trainer.args.train_batch_size, settle_after=settle_after, grow_after=grow_after)
         self._window: AccumulationWindow | None = None
         self._ranks: DataParallelRanks | None = None
-        self._state = ForwardState(trainer)
+        self._sharded: ShardedSteps | None = None
+        self.state = ForwardState(trainer)
         self._uncut: Refusal | None = None  # found while pieces ran; holds for the rest of the run
         self._last: Failure | None = None
         self._told = False  # the supervisor knows why this process ends
@@ -83,7 +85,7 @@ class Guard:
         """Calls `listener` with each event, in the training thread; what it raises comes out of the step."""
         self._listeners.append(listener)
 
-    def _emit(self, kind: EventKind, window: AccumulationWindow, micro_batch: int | None = None, **more: Any) -> None:
+    def emit(self, kind: EventKind, window: AccumulationWindow, micro_batch: int | None = None, **more: Any) -> None:
         if not self._listeners:
             return
         place = window.index if micro_batch is None else micro_batch
@@ -96,7 +98,9 @@ class Guard:
 
     def get_batch_samples(self, *args: Any, **more: Any) -> Any:
         self.pieces.attach()
-        if self._ranks is None and self.trainer.args.world_size > 1 and torch.distributed.is_initialized():
+        if self._sharded is None and self.trainer.args.world_size > 1 and can_be_repeated(self.trainer.model_wrapped):
+            self._sharded = ShardedSteps(self, self.trainer.model_wrapped)
+        if self._sharded is None and self._ranks is None and self.trainer.args.world_size > 1 and torch.distributed.is_initialized():
             self._ranks = DataParallelRanks()
         batches, num_items = self._get_batch_samples(*args, **more)
         self._window = AccumulationWindow.of(batches, self._pace.size)
@@ -110,20 +114,23 @@ class Guard:
         if self.scripts_accumulation is not None:
             self.pieces.keep_scale(model, split_batch.shallow_copy(inputs), num_items_in_batch, self.scripts_accumulation)
             self.scripts_accumulation = None
-        outcome = self._attempt(window, lambda: self._first_run(window, model, inputs, num_items_in_batch))
+        if self._sharded is not None:
+            self.emit("micro_batch", window)
+            return self._end(window, self._sharded.run(window, inputs, num_items_in_batch))
+        outcome = self.attempt(window, lambda: self._first_run(window, model, inputs, num_items_in_batch))
         while not isinstance(outcome, torch.Tensor):
             self._decide(window, model, num_items_in_batch, outcome)
-            outcome = self._attempt(window, lambda: self._replay(window, model, num_items_in_batch))
+            outcome = self.attempt(window, lambda: self._replay(window, model, num_items_in_batch))
         return self._end(window, outcome)
 
     def _first_run(self, window: AccumulationWindow, model: Any, inputs: Any, num_items: Any) -> torch.Tensor:
-        self._emit("micro_batch", window)
+        self.emit("micro_batch", window)
         if window.size is not None:
             return self.pieces.run(model, inputs, num_items, window.size, syncs=self._syncs(window))
         with self._last_piece():
             return self.pieces.whole(model, inputs, num_items)
 
-    def _attempt(self, window: AccumulationWindow, run: Callable[[], torch.Tensor]) -> torch.Tensor | Failure | PeerFailed:
+    def attempt(self, window: AccumulationWindow, run: Callable[[], torch.Tensor]) -> torch.Tensor | Failure | PeerFailed:
         """The loss, or why there is none; an error that is not about memory comes out as it is."""
         try:
             return run()
@@ -142,8 +149,8 @@ class Guard:
     def _begin(self, window: AccumulationWindow, model: Any) -> None:
         if window.index == 0:
             window.rng = replay.snapshot(self._device)
-            window.state, window.step = self._state.note(), self.trainer.state.global_step
-            self.pieces.after_first_piece = lambda: self._state.refusal(window.state) if window.state is not None else None
+            window.state, window.step = self.state.note(), self.trainer.state.global_step
+            self.pieces.after_first_piece = lambda: self.state.refusal(window.state) if window.state is not None else None
         window.counters = self.pieces.counters.snapshot()
         if window.index == 0:
             window.first_counters = window.counters
@@ -153,9 +160,9 @@ class Guard:
     def _end(self, window: AccumulationWindow, loss: torch.Tensor) -> torch.Tensor:
         window.index += 1
         if window.done:
-            self._emit("window", window)
+            self.emit("window", window)
             assert window.state is not None
-            self._state.through(window.state)
+            self.state.through(window.state)
             self._pace = after_window(self._pace, window.size if window.failed else None)
         return loss
 
@@ -186,13 +193,13 @@ class Guard:
         model.zero_grad()
         assert window.rng is not None and window.state is not None
         replay.restore(window.rng)
-        self._state.restore(window.state)
+        self.state.restore(window.state)
         self.pieces.counters.restore(window.first_counters)  # a loss may look at what its Trainer has counted
         for place, inputs in enumerate(window.batches[: window.index]):
-            self._emit("micro_batch", window, place)
+            self.emit("micro_batch", window, place)
             self.pieces.run(model, inputs, num_items, window.size, syncs=False)
         self.pieces.counters.restore(window.counters)
-        self._emit("micro_batch", window)
+        self.emit("micro_batch", window)
         return self.pieces.run(model, window.batches[window.index], num_items, window.size, syncs=self._syncs(window))
 
     def _failure(self, error: BaseException, window: AccumulationWindow) -> Failure | None:
@@ -218,9 +225,9 @@ class Guard:
             lost = "the model had gradients before the step began, and they are gone"
         if self._ranks is not None and self._ranks.exchanging:
             lost = "gradients were being exchanged, so the ranks are out of step"
-        elif self._ranks is not None and self.pieces.communicates:
+        elif (self._ranks or self._sharded) is not None and self.pieces.communicates:
             lost = "the loss exchanges values with the other ranks, which cannot be repeated on one of them"
-        return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost or self.fit.process_lost())
+        return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost or self._process_lost())
 
     def _decide(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
@@ -230,8 +237,8 @@ class Guard:
             word = failure.word
         else:
             self._last = failure
-            self._emit("oom", window, seen=failure.seen)
-            word = self._own_word(window, model, num_items, failure)
+            self.emit("oom", window, seen=failure.seen)
+            word = self.own_word(window, model, num_items, failure)
             if self._ranks is not None and self._ranks.syncs and failure.lost is None:
                 self._ranks.join_forward()
                 word = self._ranks.agree(word)
@@ -244,21 +251,21 @@ class Guard:
         window.failed = True
         window.size = word.size if word.size != rank_vote.WHOLE else None if self._uncut is not None else window.size
 
-    def _own_word(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure) -> RankVote:
+    def own_word(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure) -> RankVote:
         inputs = window.batches[window.index]
         assert window.state is not None
         if self._uncut is not None:
             self.refusal = self._uncut
-        elif self.fit.process_lost() is None:
+        elif self._process_lost() is None:
             written = window.changed_in_place() or structural_refusal(self.trainer.model, self.trainer)
-            self.refusal = written or self._state.refusal(window.state) or self.pieces.refusal(model, inputs, num_items)
+            self.refusal = written or self.state.refusal(window.state) or self.pieces.refusal(model, inputs, num_items)
         else:  # the model runs only on all ranks together, so its loss cannot be asked
             self.refusal = window.changed_in_place() or structural_refusal(model, self.trainer)
         window.attempts += 1
         piece = failure.seen.micro_batch
         lost = failure.lost or ("sixteen attempts failed" if window.attempts > MOST_ATTEMPTS else None)
         step = self.fit.step_down(failure.seen, refusal=self.refusal, lost=lost, cleared=piece in window.cleared)
-        self._emit("decision", window, decision=step)
+        self.emit("decision", window, decision=step)
         if step.action == "retry_after_clearing":
             window.cleared.add(piece)
         if step.action in ("restart", "give_up"):
@@ -269,6 +276,17 @@ class Guard:
         return RankVote(
             well=False, size=size if size < (self.pieces.size(inputs) or 1) else rank_vote.WHOLE, without_checkpointing=not _enables(step)
         )
+
+    def _process_lost(self) -> str | None:
+        return None if self._sharded is not None else self.fit.process_lost()
+
+    def gives_up(self, failure: Failure | None, why: str) -> NoReturn:
+        """A step of several ranks that cannot be repeated: the one that failed says so, and all end."""
+        if failure is None:
+            raise PeerFailed(RankVote(well=False, alive=False))
+        self.fit.step_down(failure.seen, refusal=None, lost=why, cleared=True)
+        self._told = True
+        raise failure.error
 
     def on_escape(self, error: BaseException) -> None:
         """An OOM that no step could hold: says where it was and leaves the rest to the supervisor."""

@@ -7,6 +7,7 @@ Notes about the config's own keys are on it; runners-up, rejected settings, the 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -179,10 +180,10 @@ def use_words(facts: PlanFacts, file: str | None) -> str:
         return facts.engine.commands[0]
     if job.tool in TOOLS:
         command = "swift rlhf" if job.tool == "ms-swift" and job.trainer != "SFT" else TOOLS[job.tool]
-        return f"{command} {target}{unnamed}"
+        return f"{command} {shlex.quote(target)}{unnamed}"
     if job.uses_trl and not job.own_script:
-        return f"trl {job.trainer.lower()} --config {target}{unnamed}"
-    return f"python train.py {target}{'' if target == job.path else f', instead of {job.path}'}{unnamed}"
+        return f"trl {job.trainer.lower()} --config {shlex.quote(target)}{unnamed}"
+    return f"python train.py {shlex.quote(target)}{'' if target == job.path else f', instead of {job.path}'}{unnamed}"
 
 
 def _hidden(facts: PlanFacts) -> str:

@@ -1,6 +1,6 @@
 """One rank of a data-parallel run with shortages on chosen ranks; a program, started by test_fallback_ddp.py. Prints what it saw as JSON.
 
-Arguments: a schedule {"step,micro": [[rank, phase, most samples], ...]} as JSON, the folder for the output, the accumulation.
+Arguments: a schedule {"step,micro": [[rank, phase, most samples], ...]} as JSON, the folder for the output, the accumulation, ddp or fsdp.
 Phases: forward, backward, inputs (before the model is called).
 """
 
@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import hfopt
 from hfopt.schema import FallbackEvent
 
+SHARDED = sys.argv[4:] == ["fsdp"]
 RANK = int(os.environ["RANK"])
 FAILURES: list[str] = []  # not on the trainer: what it counts is set back with the step
 warnings.filterwarnings("ignore")
@@ -64,13 +67,22 @@ class Short(Trainer):
         return super().compute_loss(model, inputs, *args, **more)
 
 
+class Sharded(Short):
+    """accelerate shards on accelerators only, though FSDP2 itself runs on the CPU: the processes are called GPUs while it decides."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        PartialState().distributed_type = DistributedType.MULTI_GPU
+        super().create_accelerator_and_postprocess()
+
+
 def run(schedule: dict[str, Any], folder: Path, accumulation: int) -> Short:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2
     )
     model = LlamaForCausalLM(config).double()
-    model.register_buffer("counter", torch.zeros(1, dtype=torch.float64))  # DDP sends buffers around in its forward
+    if not SHARDED:
+        model.register_buffer("counter", torch.zeros(1, dtype=torch.float64))  # DDP sends buffers around in its forward
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=4,
@@ -85,8 +97,9 @@ def run(schedule: dict[str, Any], folder: Path, accumulation: int) -> Short:
         ddp_backend="gloo",
         ddp_timeout=60,
         include_num_input_tokens_seen=True,
+        **({"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}} if SHARDED else {}),
     )
-    trainer = Short(model=model, args=args, train_dataset=Samples())
+    trainer = (Sharded if SHARDED else Short)(model=model, args=args, train_dataset=Samples())
     trainer.schedule = schedule
     if schedule:
         hfopt.protect(trainer, settle_after=99, events=trainer.at)
@@ -105,13 +118,16 @@ def run(schedule: dict[str, Any], folder: Path, accumulation: int) -> Short:
     return trainer
 
 
+def whole(parameter: Any) -> torch.Tensor:
+    return parameter.full_tensor() if SHARDED else parameter
+
+
 def main() -> None:
     schedule, folder, accumulation = json.loads(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     plain = run({}, folder / "plain", accumulation)
     short = run(schedule, folder / "short", accumulation)
     result = {"rank": RANK, "failures": FAILURES, "step": short.state.global_step, "tokens": short.state.num_input_tokens_seen}
-    weights = torch.cat([p.detach().flatten() for p in short.model.parameters()])
-    expected = torch.cat([p.detach().flatten() for p in plain.model.parameters()])
+    weights, expected = (torch.cat([whole(p.detach()).flatten() for p in one.model.parameters()]) for one in (short, plain))
     result["difference"] = float((weights - expected).norm() / expected.norm())
     result["plain_tokens"] = plain.state.num_input_tokens_seen
     losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (short, plain)]

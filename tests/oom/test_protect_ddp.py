@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from versions import needs_reset_of_fsdp
 
 PROGRAM = Path(__file__).parent / "protected_ranks.py"
 ROOT = Path(__file__).parents[2]
@@ -24,10 +25,17 @@ EVERY_PHASE = {
     "3,2": [[1, "inputs", 2]],
     "4,2": [[0, "forward", 2], [1, "inputs", 1]],
 }
+SHARDED = {  # backward also where gradients are scattered
+    "0,0": [[1, "forward", 2]],
+    "1,2": [[0, "backward", 2]],
+    "2,0": [[0, "backward", 1], [1, "forward", 3]],
+    "3,2": [[1, "inputs", 2]],
+    "4,1": [[1, "backward", 2]],
+}
 NO_ACCUMULATION = {"0,0": [[1, "forward", 2]], "2,0": [[3, "inputs", 1]], "3,0": [[0, "forward", 1], [2, "forward", 2]]}
 
 
-def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: Path) -> list[dict[str, Any]]:
+def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: Path, kind: str = "ddp") -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +51,7 @@ def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: P
         processes = []
         for rank in range(world):
             process = subprocess.Popen(
-                [sys.executable, str(PROGRAM), json.dumps(schedule), str(folder), str(accumulation)],
+                [sys.executable, str(PROGRAM), json.dumps(schedule), str(folder), str(accumulation), kind],
                 env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -59,9 +67,17 @@ def run_ranks(world: int, schedule: dict[str, Any], accumulation: int, folder: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "schedule", "accumulation"), [(2, EVERY_PHASE, 3), (4, NO_ACCUMULATION, 1)])
-def test_all_ranks_repeat_the_step_together(tmp_path: Path, world: int, schedule: dict[str, Any], accumulation: int) -> None:
-    results = run_ranks(world, schedule, accumulation, tmp_path)
+@pytest.mark.parametrize(
+    ("world", "schedule", "accumulation", "kind"),
+    [
+        (2, EVERY_PHASE, 3, "ddp"),
+        (4, NO_ACCUMULATION, 1, "ddp"),
+        pytest.param(2, SHARDED, 3, "fsdp", marks=needs_reset_of_fsdp),
+        pytest.param(4, NO_ACCUMULATION, 1, "fsdp", marks=needs_reset_of_fsdp),
+    ],
+)
+def test_all_ranks_repeat_the_step_together(tmp_path: Path, world: int, schedule: dict[str, Any], accumulation: int, kind: str) -> None:
+    results = run_ranks(world, schedule, accumulation, tmp_path, kind)
     failed = {failure.split()[0] for result in results for failure in result["failures"]}
     assert failed == set(schedule)
     for result in results:

@@ -108,6 +108,7 @@ def test_the_command_is_that_of_the_tool_that_reads_the_file(facts: PlanFacts) -
     job = facts.job
     assert use_words(facts, "new.yaml") == "python train.py new.yaml, instead of c.yaml"
     assert use_words(facts, "c.yaml") == "python train.py c.yaml"
+    assert use_words(facts, "a $(id).yaml").startswith("python train.py 'a $(id).yaml'")
     assert use_words(facts, None).endswith("(save it with -o planned.yaml)")
     trl = replace(facts, job=replace(job, uses_trl=True, trainer="SFT"))
     assert use_words(trl, "new.yaml") == "trl sft --config new.yaml"

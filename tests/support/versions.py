@@ -1,4 +1,4 @@
-"""What an older transformers, as pyproject.toml allows it, does not have: the tests of it are skipped there, by name."""
+"""What an older transformers or torch, as pyproject.toml allows it, does not have: the tests of it are skipped there, by name."""
 
 from __future__ import annotations
 
@@ -14,3 +14,7 @@ needs_5 = pytest.mark.skipif(BEFORE_5, reason=f"of transformers 5; here is {_HER
 needs_graded_checkpointing = pytest.mark.skipif(
     (_MAJOR, _MINOR) < (5, 22), reason=f"transformers checkpoints every n-th layer from 5.22 on; here is {_HERE}"
 )
+
+_TORCH = version("torch")
+RESETS_FSDP = tuple(int(part) for part in _TORCH.split("+")[0].split(".")[:2]) >= (2, 15)
+needs_reset_of_fsdp = pytest.mark.skipif(not RESETS_FSDP, reason=f"torch resets a failed FSDP2 step from 2.15 on; here is {_TORCH}")
