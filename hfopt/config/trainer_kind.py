@@ -114,8 +114,9 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
         return "Seq2SeqTrainer"
     if facts.text(*_REFERENCES) is not None:
         return by_path if by_path in _MORE_THAN_SAMPLES else "DPO"
-    if by_path in _MORE_THAN_SAMPLES and name is not None and _is_causal(name):
-        return by_path
+    near = _by_path("/".join(Path(path).parts[-2:]))  # a whole project may be named after what one of its files does
+    if near in _MORE_THAN_SAMPLES and name is not None and _is_causal(name):
+        return near
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
 
 

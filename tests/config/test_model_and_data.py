@@ -370,6 +370,8 @@ def test_llama_factorys_datasets() -> None:
 def test_the_nearest_name_of_a_trainer_counts(path: str, trainer: str) -> None:
     short = load_bytes(b"model_name: x/y-7b\nmax_length: 64\nper_device_train_batch_size: 2\n", path).job
     assert short is not None and short.trainer == (trainer if trainer == "DPO" else "Trainer"), "a step that holds more than the samples"
+    far = load_bytes(b"model_name: x/y-7b\nmax_length: 64\nper_device_train_batch_size: 2\n", "dpo-project/configs/small/train.yaml").job
+    assert far is not None and far.trainer == "Trainer"
     read = load_bytes(b"model_name_or_path: x/y-7b\nuse_peft: true\nper_device_train_batch_size: 2\n", path).job
     assert read is not None and read.trainer == trainer
 
