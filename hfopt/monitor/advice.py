@@ -42,8 +42,12 @@ def _change(run: RunFacts, key: str, after: Any, reason: str) -> Change:
     return Change(key=key, before=run.args.get(key), after=after, reason=reason)
 
 
+_WAITING = 0.5  # of a core that a loading process uses: below, it waits for a disk or a network more than it computes
+_MOST_PER_CORE = 4  # workers that wait
+
+
 def more_loader(window: Window, run: RunFacts) -> SettingAdvice:
-    """Workers = ceil(loading time / computing time), within the cores.
+    """Workers = ceil(loading time / computing time), within the cores; cores that are idle meanwhile are shared by workers that wait.
 
     Without workers the loading time of a step is its data wait; with k workers that cannot keep up it is k times the whole step.
     """
@@ -52,13 +56,18 @@ def more_loader(window: Window, run: RunFacts) -> SettingAdvice:
     wait_s, train_s = window.phases.data_wait_s / window.steps, window.phases.train_s / window.steps
     compute_s, now = max(train_s - wait_s, 1e-9), int(run.args.get("dataloader_num_workers") or 0)
     loading_s = wait_s if now == 0 else now * train_s
-    room = max(1, int(run.cores))
+    cores = max(1, int(run.cores))
+    busy = window.worker_util if now else None
+    waiting = busy is not None and busy < _WAITING and (window.core_wait or 0.0) < _WAITING
+    room = max(cores, min(int(cores / max(busy or 1.0, 0.01)), _MOST_PER_CORE * cores)) if waiting else cores
     workers = min(max(ceil(loading_s / compute_s), now + 1), room)
     if workers <= now:
-        reason = f"all {room} cores load already, so each sample must become cheaper (tokenize beforehand, smaller images, a faster disk)"
+        full = f"{now} workers wait already" if waiting else f"all {cores} cores load already"
+        reason = f"{full}, so each sample must become cheaper (tokenize beforehand, smaller images, a faster disk)"
         return SettingAdvice(changes=(Change(key="dataset", before=None, after="preprocessed", reason=reason),))
     gain = train_s / max(compute_s, loading_s / workers) - 1
-    reason = f"loading takes {loading_s / compute_s:.1f} times as long as computing; {room} cores are there"
+    there = f"a worker keeps {100 * (busy or 0.0):.0f} % of a core busy and waits else" if waiting else f"{cores} cores are there"
+    reason = f"loading takes {loading_s / compute_s:.1f} times as long as computing; {there}"
     changes = [_change(run, "dataloader_num_workers", workers, reason)]
     if not run.args.get("dataloader_persistent_workers"):
         changes.append(_change(run, "dataloader_persistent_workers", True, "workers are not started anew in each epoch"))

@@ -105,7 +105,7 @@ def _neutrality(facts: PlanFacts) -> Iterator[Advice]:
     grows = f"the gradient of n micro-batches is {found.ratio:.2f} times that of one batch: " if found.ratio != 1 else ""
     repaired = "; where it is traded, `hfopt run` divides by it, as the Trainer does for other models" if found.fixable else ""
     where = f"the gradients of {found.model_class} in transformers {found.transformers_version}"
-    title = f"the accumulation stays as it is: another one would change {where}; to trade it all the same"
+    title = f"another accumulation would change {where}, so it stays unless you allow it"
     yield Advice(
         title=f"the accumulation was traded, which alone would change {where}" if traded else title,
         detail=f"{grows}{found.reason}. {so}{repaired}",

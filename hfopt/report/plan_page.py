@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hfopt.report import html
 from hfopt.report.one_screen import verdict
-from hfopt.report.text import FAILED, assumed_words, candidate_words, device_words, place_words, value_words, why_not
+from hfopt.report.text import assumed_words, candidate_words, device_words, place_words, value_words, why_not
 from hfopt.schema import BatchPoint, Checkpointing, PlanCharts, PlanFacts, TimelinePoint
 from hfopt.units import GIB, format_bytes, format_percent, format_rate, format_seconds
 
@@ -162,19 +162,14 @@ def _overview(facts: PlanFacts, charts: PlanCharts) -> str:
 
 def _summary(facts: PlanFacts) -> str:
     before, after = facts.before, facts.after
-    claimed = before.runs and bool(before.time.samples_per_s) and (facts.trial is None or facts.trial.outcome not in FAILED)
-    gain = f"{after.time.samples_per_s / before.time.samples_per_s:.2f}×" if claimed else "n/a"
+    was = "the config as it was does not fit" if not before.fits else "the config as it was cannot run"
+    if before.runs and before.time.samples_per_s:
+        was = f"{format_rate(before.time.samples_per_s, 'samples')} before"
     trial, old = facts.trial, facts.job.effective_batch
     verified = "not tried" if trial is None else f"{_OUTCOMES[trial.outcome]} on {place_words(trial)}"
     return html.tiles(
         [
-            (format_rate(after.time.samples_per_s, "samples"), "predicted throughput"),
-            (
-                gain,
-                "against the config as it was"
-                if before.runs
-                else f"the config as it was {'cannot run' if before.fits else 'does not fit'}",
-            ),
+            (format_rate(after.time.samples_per_s, "samples"), f"predicted throughput; {was}"),
             (format_bytes(after.memory.device_bytes), "predicted peak device memory"),
             (format_percent(after.time.gpu_utilization), "predicted GPU utilization"),
             (

@@ -160,8 +160,15 @@ def test_workers_follow_from_the_measured_rates() -> None:
 
 def test_no_more_workers_than_cores() -> None:
     one, run = ILL["input_bound"]
-    (found,) = [finding for finding in diagnose(one, replace(run, cores=2.0)) if finding.cause == "input_bound"]
+    (found,) = [finding for finding in diagnose(replace(one, worker_util=0.9), replace(run, cores=2.0)) if finding.cause == "input_bound"]
     assert "dataloader_num_workers" not in {change.key for change in found.changes} and "2 cores" in found.changes[0].reason
+
+
+def test_workers_that_wait_share_the_cores() -> None:
+    """'All 2 cores load already' stood beside a CPU that was busy 18 % of the time."""
+    one, run = ILL["input_bound"]
+    (found,) = [finding for finding in diagnose(replace(one, worker_util=0.2), replace(run, cores=2.0)) if finding.cause == "input_bound"]
+    assert found.changes[0].key == "dataloader_num_workers" and found.changes[0].after == 4 and "20 % of a core" in found.changes[0].reason
 
 
 def test_the_effective_batch_is_kept_where_memory_is_traded() -> None:
