@@ -72,6 +72,10 @@ def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, 
     whose = "a server's CPU" if made is None or made.launch_scale is None else "this host as calibrated"
     if named.launch_scale is not None:
         speed, whose = replace(speed, host=scaled(table.host, named.launch_scale)), f"the host of {named.source}"
+    elif named.source is not None:
+        notes.append(
+            f"--host {named.source} holds no cost of a launch (no card was measured there): its cores are used, the launches are not"
+        )
     if named.launch_s is not None:
         speed, whose = replace(speed, host=scaled(table.host, named.launch_s / table.host.forward_s)), "the host as named"
     launches = f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)"

@@ -67,6 +67,8 @@ def test_a_host_is_named_by_cores_launch_or_file(tmp_path: Path) -> None:
     found = named_host(str(file))
     assert (found.cores, found.launch_scale, found.source) == (24, 0.5, str(file)) and TABLE is not None
     assert device_figures(CARD, HOST, TABLE, found).launches == f"the host of {file} (10 µs each in forward)"
+    without = device_figures(CARD, HOST, TABLE, replace(found, launch_scale=None))
+    assert "a server's CPU" in without.launches and any("holds no cost of a launch" in note for note in without.notes)
     hardware = with_host(Hardware(gpus=(CARD,), host=HOST), found)
     assert hardware.host.cores == 24 and hardware.host.ram_bytes == HOST.ram_bytes
     assert with_host(hardware, NamedHost()) is hardware
