@@ -55,9 +55,18 @@ def test_a_renamed_key_of_trl_is_in_force_before_its_repair(key: str) -> None:
     assert job is not None and job.settings.liger
 
 
-def test_megatron_swift_is_refused_by_name() -> None:
-    text = "model: org/name\ntuner_type: lora\nmicro_batch_size: 2\nglobal_batch_size: 16\nlr: 1.0e-4\n"
-    with pytest.raises(ConfigError, match="Megatron-SWIFT"):
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("Megatron-SWIFT", "model: org/name\ntuner_type: lora\nmicro_batch_size: 2\nglobal_batch_size: 16\nlr: 1.0e-4\n"),
+        ("nanotron", "parallelism: {dp: 8}\ntokens: {micro_batch_size: 4}\noptimizer: {learning_rate: 0.1, weight_decay: 0.1}\n"),
+        ("verl", "actor_rollout_ref: {actor: {ppo_micro_batch_size_per_gpu: 4}}\ntrainer: {save_freq: 1, logger: x}\n"),
+        ("NeMo RL", "policy: {train_micro_batch_size: 4}\ncluster: {gpus_per_node: 8}\ngrpo: {max_num_epochs: 1}\n"),
+        ("trlx", "train: {batch_size: 4, epochs: 1}\nmethod: {name: PPOConfig}\noptimizer: {name: adamw}\n"),
+    ],
+)
+def test_engines_of_their_own_are_refused_by_name(tool: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"a config of {tool}"):
         load_bytes(text.encode(), "c.yaml")
 
 
