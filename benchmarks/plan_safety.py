@@ -1,6 +1,6 @@
 """Do plans keep their promise? Random (model, card, config) draws are planned with the default headroom, then run on the virtual GPU.
 
-    python benchmarks/plan_safety.py [--draws 200] [--seed 0] [--log draws.jsonl] [--keep FOLDER] [--beyond]
+    python benchmarks/plan_safety.py [--draws 200] [--seed 0] [--log draws.jsonl] [--keep FOLDER] [--models plain|beyond|trainers]
 
 Each draw is a YAML with a model of the bundled table, a length, an effective batch, an optimizer, perhaps LoRA; and a card.
 The plan is made with `hfopt.plan` (no dry run), then its candidate runs two whole optimizer steps with the real Trainer and PyTorch's own
@@ -105,7 +105,29 @@ BEYOND: tuple[tuple[str, str], ...] = (
     ("wav2vec2-base", "audio_classification"),
     ("whisper-tiny", "speech_seq2seq"),
 )
-"""Not part of the 200 draws: other families of the table, for `--beyond`."""
+"""Not part of the 200 draws: other families of the table."""
+TRAINERS: tuple[tuple[str, str], ...] = (
+    ("SmolLM2-135M", "sft"),
+    ("SmolLM2-360M", "sft"),
+    ("Qwen2.5-0.5B", "sft"),
+    ("Qwen3-0.6B", "sft"),
+    ("gemma-3-270m", "sft"),
+    ("Llama-3.2-1B", "sft"),
+    ("SmolLM2-135M", "dpo"),
+    ("Qwen2.5-0.5B", "dpo"),
+    ("Qwen3-0.6B", "dpo"),
+    ("SmolLM2-360M", "kto"),
+    ("Qwen2.5-0.5B", "kto"),
+    ("SmolLM2-135M", "reward"),
+    ("Qwen2.5-0.5B", "reward"),
+    ("SmolVLM-256M-Instruct", "image_text"),
+    ("SmolVLM-500M-Instruct", "image_text"),
+    ("llava-onevision-qwen2-0.5b-ov-hf", "image_text"),
+    ("InternVL3-1B-hf", "image_text"),
+)
+"""TRL's trainers, and models that take images with their text."""
+LISTS = {"plain": MODELS, "beyond": BEYOND, "trainers": TRAINERS}
+TRL_TASKS = ("sft", "dpo", "kto", "reward")
 TEXT_TASKS = ("sequence_classification", "token_classification", "question_answering", "masked_lm", "causal_lm", "seq2seq_lm")
 NO_CHECKPOINTING = ("albert-base-v2", "convnext-tiny-224", "resnet-50")
 
@@ -135,7 +157,11 @@ def draw(number: int, seed: int, models: Sequence[tuple[str, str]] = MODELS) -> 
     }
     if task in TEXT_TASKS:
         config["max_seq_length"] = dice.choice(TEXT_LENGTHS)
-    if task == "causal_lm" and dice.random() < 0.4:
+    if task in TRL_TASKS:
+        del config["task"]
+        config |= {"trainer_type": task, "dataset_name": "some/data", "max_length": 4 * dice.choice(TEXT_LENGTHS)}
+        config |= {"packing": True} if task == "sft" and dice.random() < 0.3 else {}
+    if task in ("causal_lm", "sft", "dpo", "kto") and dice.random() < 0.4:
         config |= {"use_lora": True, "lora_r": dice.choice([8, 16]), "lora_target_modules": "all-linear"}
     return Draw(number=number, card=dice.choice(CARDS), config=config)
 
@@ -250,7 +276,7 @@ def main() -> None:
         "--keep", type=Path, help="a folder for traces and runs; a new one after a change to hfopt/trace, memory, model, probe or virtual"
     )
     parser.add_argument("--only", type=int, nargs="+", help="these draws alone")
-    parser.add_argument("--beyond", action="store_true", help="models beyond the list the draws are defined by")
+    parser.add_argument("--models", choices=LISTS, default="plain", help="which list is drawn from")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run on the virtual GPU")
     options = parser.parse_args()
     results = [json.loads(line) for line in options.log.read_text().splitlines()] if options.log and options.log.exists() else []
@@ -275,7 +301,7 @@ def main() -> None:
         for number in options.only or range(options.draws):
             if number in done:
                 continue
-            drawn = draw(number, options.seed, BEYOND if options.beyond else MODELS)
+            drawn = draw(number, options.seed, LISTS[options.models])
             result, made = planned(drawn, kept)
             waiting.append((result, None if made is None else pool.submit(tried, drawn, made, runs, kept, options.timeout)))
             while waiting and (len(waiting) > AHEAD or waiting[0][1] is None or waiting[0][1].done()):

@@ -87,7 +87,15 @@ class Rescue:
         if step is None:
             return 0
         sharded = settings.sharding is not None and settings.sharding.engine != "ddp"
-        return (step.sharded_bytes(settings) if sharded else step.device_bytes(settings)) + self.pricing.offset_bytes
+        needed = step.sharded_bytes(settings) if sharded else step.device_bytes(settings)
+        return self._with_inputs(needed, settings, candidate) + self.pricing.offset_bytes
+
+    def _with_inputs(self, needed_bytes: int, settings: StepSettings, candidate: Candidate) -> int:
+        """Beside a window's further batches, or while the next window is fetched."""
+        if candidate.accumulation == 1:
+            return needed_bytes
+        windows, held = self.pricing.windows_bytes(candidate), state_bytes(self.pricing.count, settings)
+        return max(needed_bytes + windows // 2, held.weights_bytes + held.optimizer_bytes + windows)
 
     # ------------------------------------------------------------------------------------------ what would fit
 
@@ -98,6 +106,10 @@ class Rescue:
         held = state_bytes(self.pricing.count, settings)
         parts = {"weights": held.weights_bytes, "gradients": held.gradients_bytes, "optimizer states": held.optimizer_bytes}
         parts["its update"] = held.update_bytes
+        if (windows := 0 if step is None else self.pricing.windows_bytes(smallest)) > held.total_bytes:
+            parts[f"inputs of two windows of {smallest.accumulation} batches, which the Trainer holds on the card while it fetches"] = (
+                windows
+            )
         words = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
         needs = f"at least {format_bytes(held.total_bytes)}" if step is None else f"about {format_bytes(self._rough_bytes(smallest))}"
         need = f"even {_words(smallest, self.subject.workload.weights_dtype)} needs {needs} ({words})"
@@ -157,6 +169,7 @@ class Rescue:
             needed = step.allocated_bytes(settings) + step.context_bytes
         else:
             needed = step.device_bytes(settings)
+        needed = self._with_inputs(needed, settings, candidate)
         timed = None if remedy.length_divided_by > 1 else self._samples_per_s(step, settings)
         return PricedRemedy(remedy=remedy, device_bytes=needed + self.pricing.offset_bytes, samples_per_s=timed)
 

@@ -200,7 +200,8 @@ class Pricing:
         if not added:
             return peak
         if parts is not None:
-            fetched = parts.weights_bytes + parts.optimizer_bytes + parts.context_bytes + self._fetched_bytes(candidate)
+            held = parts.weights_bytes + parts.optimizer_bytes + parts.context_bytes + LARGE_SEGMENT  # they fill no whole segment
+            fetched = held + self.offset_bytes + self.windows_bytes(candidate)
             short = max(0, fetched - peak.device_bytes - added)
             added, waiting = added + short, waiting + short
             gradients, activations = parts.gradients_bytes + added - waiting, parts.activations_bytes + waiting
@@ -237,15 +238,13 @@ class Pricing:
         gradients = self._gradient_share_bytes if self._adds_gradients and candidate.accumulation > 1 else 0
         return gradients + self._waiting_bytes(candidate)
 
+    def windows_bytes(self, candidate: Candidate) -> int:
+        """The inputs of two whole windows: while one is fetched the Trainer still holds the one before, and nothing else of a step."""
+        return self._input_bytes(candidate, 2 * candidate.accumulation)
+
     def _waiting_bytes(self, candidate: Candidate) -> int:
         """The inputs of the window's batches beyond those that are traced."""
         return self._input_bytes(candidate, candidate.accumulation - self.settings(candidate).accumulation)
-
-    def _fetched_bytes(self, candidate: Candidate) -> int:
-        """While a window is fetched the Trainer still holds the one before: nothing else of a step lives then, but they may be more."""
-        return (
-            self.offset_bytes + self._input_bytes(candidate, 2 * candidate.accumulation) + LARGE_SEGMENT
-        )  # weights and states fill no whole one
 
     def _input_bytes(self, candidate: Candidate, batches: int) -> int:
         if not batches:

@@ -76,6 +76,19 @@ def test_what_cannot_fit_is_settled_without_a_single_trace(rescue: Callable[...,
     assert rescue(1.0).hopeless()
 
 
+@pytest.mark.slow
+def test_inputs_of_a_long_window_are_named_where_they_are_what_is_too_much(
+    rescue: Callable[..., Rescue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images at an accumulation of hundreds: the Trainer fetches a whole window onto the card."""
+    found = rescue(24)
+    without = found._rough_bytes(found.smallest)
+    monkeypatch.setattr(type(found.pricing), "windows_bytes", lambda *_: 64 * GIB)
+    assert without + 32 * GIB <= found._rough_bytes(found.smallest) and found._rough_bytes(found.smallest) >= 64 * GIB
+    assert "inputs of two windows of 8 batches, which the Trainer holds on the card while it fetches 64.00 GiB" in str(found.error())
+    assert not list(found._priced(remedies(found.subject, "adamw_torch"))), "none of them makes the inputs smaller"
+
+
 def test_a_job_that_fits_is_not_hopeless(rescue: Callable[..., Rescue]) -> None:
     assert not rescue(24).hopeless()
 
