@@ -65,6 +65,7 @@ def _make_virtual(torch: ModuleType) -> None:
     importlib.import_module("hfopt_virtual_objects").install()
     torch.cuda._lazy_call(importlib.import_module("hfopt_virtual_kernels").choose)  # asked now, no fork could use the card any more
     after_import("triton", lambda module: compiler.spare_kernels(module))
+    after_import("deepspeed.ops.adam.cpu_adam", lambda module: compiler.spare_host_adam(module))
     if "HFOPT_REHEARSAL" in os.environ:
         recorder = importlib.import_module("hfopt_rehearsal").install()
         follow = importlib.import_module("hfopt_rehearsal_trainer").install

@@ -6,10 +6,11 @@ import importlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hfopt.virtual.environment import SITE
 
@@ -83,6 +84,20 @@ def test_what_a_rehearsal_does_otherwise_is_said_before_it_starts(monkeypatch: p
     monkeypatch.setenv("HFOPT_VIRTUAL_NO_COMPILE", "there is no ptxas")
     (sentence,) = said(SimpleNamespace(torch_compile=True, torch_compile_mode=None))
     assert sentence.startswith("there is no ptxas: rehearsed without torch.compile")
+
+
+@pytest.mark.slow
+def test_deepspeed_keeps_its_states_elsewhere_and_its_host_adam_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SITE))
+    files, compiler = (importlib.import_module(name) for name in ("hfopt_rehearsal_files", "hfopt_virtual_compiler"))
+    flat = torch.zeros(1000)
+    states = {"zero_stage": 3, "optimizer_state_dict": {"state": {0: {"step": 1, "exp_avg": flat}}}, "fp32_flat_groups": [flat, flat]}
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(state_dict=lambda: states), model=torch.nn.Linear(10, 10, bias=False))
+    assert files._checkpoint_bytes(trainer) == 3 * flat.nbytes + 400
+    cpu_adam: Any = ModuleType("cpu_adam")
+    compiler.spare_host_adam(cpu_adam)
+    library = cpu_adam.CPUAdamBuilder().load()
+    assert library.create_adam(0, 1e-3) is None and library.adam_update(0, 1, flat) is None
 
 
 FLEX = """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from hfopt_rehearsal import BETWEEN, RehearsalRecorder  # type: ignore[import-not-found]
+from torch.utils._pytree import tree_leaves
 
 _MOST_CHECKPOINT_BYTES = 1 << 26
 
@@ -31,9 +32,10 @@ def redirect(args: Any, folder: str) -> None:
 
 
 def _checkpoint_bytes(trainer: Any) -> int:
-    state = trainer.optimizer.state_dict()["state"].values() if trainer.optimizer is not None else ()
-    tensors = [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *trainer.model.parameters()))
+    """However the optimizer lays its states out: DeepSpeed's has them at other depths and under other names than torch's."""
+    state = trainer.optimizer.state_dict() if trainer.optimizer is not None else {}
+    tensors = (value for value in (*tree_leaves(state), *trainer.model.parameters()) if isinstance(value, torch.Tensor))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def follow_saving(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> None:

@@ -33,6 +33,20 @@ def spare_kernels(triton: ModuleType) -> None:
     runtime.jit.JITFunction.run = runtime.autotuner.Autotuner.run = launch_nothing
 
 
+class _HostAdam:
+    """In place of DeepSpeed's builder of Adam on the host, C++ that takes minutes to compile: updates do nothing, as all kernels here."""
+
+    def load(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return launch_nothing
+
+
+def spare_host_adam(cpu_adam: Any) -> None:
+    cpu_adam.CPUAdamBuilder = _HostAdam
+
+
 def refuse() -> None:
     """What is to be compiled runs eagerly, and says why."""
     run_eagerly = torch.compile
