@@ -65,6 +65,8 @@ class _Depth:
     compiled: tuple[CompiledRun, ...]
     ops: tuple[OpCost, ...]
     runs: Sequence[Mapping[str, Any]]
+    graphs: int = 0  # of a run, where they were counted
+    graph_breaks: int = 0
 
     @property
     def compile_s(self) -> float:
@@ -104,13 +106,13 @@ def compiled_step(job: TrainJob, gpu: Gpu, workload: Workload, settings: StepSet
 
 
 def _compiled(found: Sequence[_Depth], ops: Sequence[OpCost], share: float, settings: StepSettings, eager: Estimate) -> CompiledStep:
-    first = found[0].runs[0]
+    graphs, breaks = found[0].graphs, found[0].graph_breaks
     kernels = {name for depth in found for run in depth.runs[:1] for _, name, one in run["costs"] if "::" not in name and one}
     seconds = found[0].compile_s + (found[-1].compile_s - found[0].compile_s) * share
     return CompiledStep(
-        compile_s=seconds * (1 if first["graph_breaks"] else max(1, int(first["graphs"]))),  # pieces of a cut graph are no repetitions
-        graphs=int(first["graphs"]),
-        graph_breaks=int(first["graph_breaks"]),
+        compile_s=seconds * (1 if breaks else max(1, graphs)),  # pieces of a cut graph are no repetitions
+        graphs=graphs,
+        graph_breaks=breaks,
         kernels=len(kernels),
         launches=sum(op.count for op in ops),
         eager_launches=sum(op.count for op in eager.ops if op.phase != "optimizer"),
@@ -194,7 +196,9 @@ def _measured(facts: Mapping[str, Any], settings: StepSettings) -> _Depth:
         found.append(CompiledRun(trace=trace, allocated_bytes=allocated, reserved_bytes=reserved))
     first, second = (run.trace for run in found)
     alike = [(phase, name) for phase, name, _ in first.costs] == [(phase, name) for phase, name, _ in second.costs]
-    return _Depth(compiled=tuple(found), ops=grouped(first, second) if alike else proportional(second), runs=facts["runs"])
+    ops = grouped(first, second) if alike else proportional(second)
+    counted = {name: int(facts.get(name, 0)) for name in ("graphs", "graph_breaks")}
+    return _Depth(compiled=tuple(found), ops=ops, runs=facts["runs"], **counted)
 
 
 def _trace(events: Sequence[tuple[int, int]], run: Mapping[str, Any], skipped_steps: int) -> Trace:

@@ -3,8 +3,8 @@
 Started by compiled_step.py as `python -m hfopt.probe.compiled_worker FOLDER`; reads FOLDER/order.pickle, writes FOLDER/steps.json. The
 kernels are written by Inductor and not made (`compat.inductor_patches`): nothing would run them.
 
-Where the order asks how often a run compiles, the first step of the first run is compiled like all others. Those of the other runs are
-eager, so that what a model decides in its first forward (BERT's kind of problem) costs no second compile.
+The first step of each run is eager, so that what a model decides in its first forward (BERT's kind of problem) costs no second compile.
+Where the order asks how often a run compiles, Dynamo alone traces two more steps, the first one too: counting needs no Inductor.
 """
 
 from __future__ import annotations
@@ -85,17 +85,16 @@ def _events_so_far() -> int:
 
 
 class _Moments(transformers.TrainerCallback):  # type: ignore[misc]
-    def __init__(self, log: _Log, steps: int, *, first_is_eager: bool) -> None:
-        self._log, self._steps, self._eager = log, steps, first_is_eager
+    def __init__(self, log: _Log, steps: int) -> None:
+        self._log, self._steps = log, steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._log.begin("step")
         self._log.cpu_s.append(time.process_time())
-        if self._eager:
-            torch.compiler.set_stance("force_eager")
+        torch.compiler.set_stance("force_eager")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._eager and state.global_step == 1:
+        if state.global_step == 1:
             torch.compiler.set_stance("default")
             torch.cuda.empty_cache()  # what the eager step reserved is not the compiled ones'
         self._log.peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
@@ -125,7 +124,7 @@ def _watched(trainer: Any, log: _Log, steps: int) -> None:
     trainer.training_step, trainer.accelerator.backward = training_step, backwards
 
 
-def _run(order: CompileOrder, workload: Workload, batch: int, output: Path, *, first_is_eager: bool) -> dict[str, Any]:
+def _run(order: CompileOrder, workload: Workload, batch: int, output: Path) -> dict[str, Any]:
     forget_compiled()
     log = _Log()
     log.begin("run")
@@ -135,11 +134,10 @@ def _run(order: CompileOrder, workload: Workload, batch: int, output: Path, *, f
         told = dataclasses.replace(order.candidate, per_device_batch=batch), None
         asked = Order(job=order.job, device="virtual", extent=Extent(steps=order.steps))
         trainer = make_trainer(workload, model, asked, told, output, MeasuredSteps(CudaMeter()))
-        trainer.add_callback(_Moments(log, order.steps, first_is_eager=first_is_eager))
+        trainer.add_callback(_Moments(log, order.steps))
         _watched(trainer, log, order.steps)
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
-    graphs, breaks = compilations()
     steady_s = log.cpu_s[-1] - log.cpu_s[-2]
     return {
         "batch": batch,
@@ -148,9 +146,18 @@ def _run(order: CompileOrder, workload: Workload, batch: int, output: Path, *, f
         "costs": [(phase, name, dataclasses.astuple(one)) for phase, name, one in log.costs],
         "peaks": log.peaks,
         "compile_s": max(0.0, log.cpu_s[-3] - log.cpu_s[0] - (order.steps - 2) * steady_s),
-        "graphs": graphs,
-        "graph_breaks": breaks,
     }
+
+
+def _counted(order: CompileOrder, workload: Workload, batch: int, output: Path) -> dict[str, int]:
+    """How many graphs a run compiles, and at how many places they are cut."""
+    forget_compiled()
+    job = dataclasses.replace(order.job, raw={**order.job.raw, "torch_compile_backend": "eager", "torch_compile_mode": None})
+    asked = Order(job=job, device="virtual", extent=Extent(steps=2))
+    told = dataclasses.replace(order.candidate, per_device_batch=batch), None
+    make_trainer(workload, build_on(workload, "virtual"), asked, told, output, MeasuredSteps(CudaMeter())).train()
+    graphs, breaks = compilations()
+    return {"graphs": graphs, "graph_breaks": breaks}
 
 
 def _runs(order: CompileOrder, output: Path) -> dict[str, Any]:
@@ -158,14 +165,17 @@ def _runs(order: CompileOrder, output: Path) -> dict[str, Any]:
         raise HfoptError("there is no virtual GPU in this process")
     torch.cuda.memory._record_memory_history(context=None, max_entries=MOST_EVENTS)
     whole = from_job(order.job)
-    found = []
-    for number, (layers, batch) in enumerate(order.runs):
+    found: list[dict[str, Any]] = []
+    counted: dict[str, int] = {}
+    for layers, batch in order.runs:
         workload = whole if layers is None or whole.with_layers is None else whole.with_layers(layers)
         assert workload is not None, "the parent has built it at this depth"
-        found.append(_run(order, workload, batch, output, first_is_eager=number > 0 or not order.counts_compilations))
+        found.append(_run(order, workload, batch, output))
+        if order.counts_compilations and not counted:
+            counted = _counted(order, workload, batch, output)
         gc.collect()
         torch.cuda.empty_cache()
-    return {"events": _events(torch.cuda.memory._snapshot()["device_traces"][0]), "runs": found}
+    return {"events": _events(torch.cuda.memory._snapshot()["device_traces"][0]), "runs": found, **counted}
 
 
 def _events(history: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
