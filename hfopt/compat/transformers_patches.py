@@ -14,10 +14,11 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from hfopt.compat.versions import installed_torch, is_at_least, training_arguments_source
@@ -274,6 +275,36 @@ def spare_datasets() -> None:
     """Imports the Trainer with datasets out of sight, for a process whose data is no `datasets.Dataset`: it only asks whether it is one."""
     if "datasets" not in sys.modules:
         _imported_without("datasets", _TRAINER)
+
+
+def spare_inductor() -> None:
+    """Imports bitsandbytes, which peft wants wherever it is installed, with its functions compiled when they are first called: to compile
+    them at the import takes in all of torch's compiler, which nothing here asks for."""
+    if "bitsandbytes" in sys.modules or find_spec("bitsandbytes") is None:
+        return
+    torch = import_module("torch")
+    compiles = torch.compile
+    torch.compile = lambda model=None, **options: _compiled_later(compiles, model, options)  # type: ignore[attr-defined]
+    try:
+        import_module("bitsandbytes")
+    except ImportError:  # who needs it says so
+        return
+    finally:
+        torch.compile = compiles  # type: ignore[attr-defined]
+
+
+def _compiled_later(compiles: Callable[..., Any], function: Any, options: Mapping[str, Any]) -> Any:
+    if function is None:
+        return lambda given: _compiled_later(compiles, given, options)
+    made: list[Any] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not made:
+            made.append(compiles(function, **options))
+        return made[0](*args, **kwargs)
+
+    return call
 
 
 def _imported_without(package: str, module: str) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from hfopt.compat.transformers_patches import lean_imports, spare_scipy
+from hfopt.compat.transformers_patches import lean_imports, spare_inductor, spare_scipy
 from hfopt.config.deepspeed_json import by_its_name, is_missing, zero_defaults
 from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
@@ -391,6 +391,8 @@ def _built(job: TrainJob, *, layers: int | None = None, lean: bool = False) -> W
     with lean_imports() if lean else nullcontext():
         if lean:
             spare_scipy()
+            if job.model.lora is not None or job.model.quantization is not None:
+                spare_inductor()
         from hfopt.model.from_config import from_job
 
         made = from_job(job, layers=layers)

@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from hfopt.compat.transformers_patches import lean_imports, spare_datasets, spare_scipy
+from hfopt.compat.transformers_patches import lean_imports, spare_datasets, spare_inductor, spare_scipy
 from hfopt.errors import HfoptError
 from hfopt.schema import Candidate, EvaluationPeak
 
@@ -32,7 +32,9 @@ def main(folder: Path) -> None:
         spare_datasets()
         from hfopt.probe import training_steps
 
-    order = training_steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
+        order = training_steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
+        if order.job.model.lora is not None:
+            spare_inductor()
     try:
         facts = training_steps.measure(order, lambda: _told(folder), folder / "output")
     except HfoptError as error:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
+
+from hfopt.compat.transformers_patches import _compiled_later
 
 CODE = """
 import sys
@@ -36,6 +39,39 @@ from transformers.utils import is_datasets_available
 from importlib.util import find_spec
 assert is_datasets_available() == (find_spec("datasets") is not None)
 """
+
+
+PEFT = """
+import sys, torch
+from hfopt.compat.transformers_patches import spare_inductor
+compiles = torch.compile
+spare_inductor()
+import peft
+assert torch.compile is compiles and "torch._inductor.compile_fx" not in sys.modules, "torch's compiler was imported with peft"
+"""
+
+
+def test_what_is_compiled_later_is_what_was_asked_for() -> None:
+    asked: list[object] = []
+
+    def compiles(function: Callable[[int], int], **options: bool) -> Callable[[int], int]:
+        asked.append((function, options))
+        return lambda value: 10 * function(value)
+
+    def twice(value: int) -> int:
+        return 2 * value
+
+    for later in (_compiled_later(compiles, twice, {"dynamic": False}), _compiled_later(compiles, None, {"dynamic": False})(twice)):
+        asked.clear()
+        assert later.__name__ == "twice" and not asked
+        assert [later(1), later(2)] == [20, 40] and asked == [(twice, {"dynamic": False})]
+
+
+@pytest.mark.slow
+def test_peft_comes_without_the_compiler() -> None:
+    pytest.importorskip("peft"), pytest.importorskip("bitsandbytes")
+    done = subprocess.run([sys.executable, "-c", PEFT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
