@@ -20,7 +20,7 @@ _ESCAPES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[@-Z\\-_])|\x9b[0-?]*[ -/]*[@-~]"
 )
 _LITERAL_ESCAPES = re.compile(r"(?:\\x1b|\\u001b|\\033|␛)\[[0-9;]*m", re.IGNORECASE)  # a log that was itself printed by repr()
-_COLAB_LINKS = re.compile(r"\[([^\]]{1,400})\]\(https?://localhost[^)]{0,40}\)")  # a notebook's frames, copied
+_COLAB_LINKS = re.compile(r"\[([^\[\]]{1,400})\]\(https?://localhost[^)]{0,40}\)")  # a notebook's frames, copied
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 _LINES = re.compile(r"\r\n|\n|\r|\u2028|\u2029|\x85")
 _RANK = re.compile(

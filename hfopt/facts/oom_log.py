@@ -185,6 +185,8 @@ def _has_frame(lines: Sequence[LogLine]) -> bool:
 
 
 def _frame(text: str) -> str | None:
+    if not any(sign in text for sign in (".py", "line ", "In [", "In[")):  # a long line without any costs as much as its square
+        return None
     for form in _FRAMES:
         match = form.search(text)
         if match is not None:
@@ -265,7 +267,7 @@ _VLLM_PHASES: frozenset[str] = frozenset({"kv_cache", "vllm_share"})
 
 def read_oom(lines: Sequence[LogLine]) -> OomReport | None:
     """The shortage that ended the last run in the log; None: there is none, or another fault came first."""
-    hits = _last_run(_hits(lines))
+    hits = _hits(lines)
     if not hits:
         return None
     index, form = min(hits, key=lambda hit: (hit[1].rank, hit[0]))
@@ -307,18 +309,17 @@ def fault_beside_memory(lines: Sequence[LogLine]) -> str | None:
 
 
 def _hits(lines: Sequence[LogLine]) -> list[tuple[int, Form]]:
-    hits = [(index, form) for index, line in enumerate(lines) if (form := form_of(line.text)) is not None]
+    """Of the last run, in order: from the log's end back to where none was found for `_APART` lines."""
+    hits: list[tuple[int, Form]] = []
+    for index in range(len(lines) - 1, -1, -1):
+        if hits and hits[-1][0] - index > _APART:
+            break
+        if (form := form_of(lines[index].text)) is not None:
+            hits.append((index, form))
     if hits:
-        return hits
+        return hits[::-1]
     pairs = enumerate(pairwise(lines))  # a terminal may have broken the message's own line
     return [(index, form) for index, (line, following) in pairs if (form := form_of(line.text + following.text.lstrip())) is not None]
-
-
-def _last_run(hits: list[tuple[int, Form]]) -> list[tuple[int, Form]]:
-    for at in range(len(hits) - 1, 0, -1):
-        if hits[at][0] - hits[at - 1][0] > _APART:
-            return hits[at:]
-    return hits
 
 
 def _message(lines: Sequence[LogLine], index: int) -> str:

@@ -148,7 +148,7 @@ _ANY = re.compile(
     r"[Mm]emory|[Aa]lloc|_STATUS_|Killed|killed|SIGKILL|SIGBUS|signal 9|-[79]|137|bad_alloc|RESOURCE_EXHAUSTED|paging file|1455|oom|OOM"
     r"|cuDNN|DataLoader|KV cache|cache blocks|abruptly|MEMLIMIT|job killed"
     r"|OutOf|OUT_OF_|已杀死|Getötet|強制終了"
-    r"|DEVMEM|max seq|model len|Sysmem|mmap|died|RAM\b|executable batch|Invalid buffer|engine to execute|FFT_",
+    r"|DEVMEM|max seq|model len|Sysmem|mmap|died|available RAM|executable batch|Invalid buffer|engine to execute|FFT_",
 )
 _NOT_MEMORY = re.compile(
     r"out of resource: shared memory|OutOfResources|CUDA out of memory errors? (?:may|can|might)|to avoid (?:CUDA )?out of memory",
