@@ -14,8 +14,10 @@ from hfopt.errors import ConfigError
 from hfopt.schema import Gpu, Hardware, Host
 from hfopt.speed.calibration import Calibration, calibrated, for_device, from_json, scaled
 from hfopt.speed.device_speed import Speed
+from hfopt.units import GIB
 
 _LAUNCH, _CORES = re.compile(r"(\d+(?:\.\d+)?)\s*[uµμ]s"), re.compile(r"(\d+(?:\.\d+)?)\s*cores?")
+RAM_OF_A_CORE = 15 * GIB // 4  # HF Jobs' t4-small and l4x1 (docs/hub/jobs-pricing), Google's n1-standard; AWS's g4dn to g6e have 4 GiB
 _HINT = "for example --host 16cores, --host 30us, --host 16cores,30us or the JSON file of `hfopt calibrate` there"
 
 
@@ -55,8 +57,12 @@ def named_host(text: str | None) -> NamedHost:
 
 
 def with_host(hardware: Hardware, host: NamedHost) -> Hardware:
-    """The same cards beside that host."""
-    return hardware if host.cores is None else replace(hardware, host=_of_cores(hardware.host, host.cores))
+    """The same cards beside that host. Another machine has another RAM: as much for a core as rented ones have at least."""
+    if host.cores is None:
+        return hardware
+    here = hardware.host
+    ram, free = (int(host.cores * RAM_OF_A_CORE),) * 2 if hardware.hypothetical else (here.ram_bytes, here.ram_free_bytes)
+    return replace(hardware, host=Host(cores=host.cores, ram_bytes=ram, ram_free_bytes=free, cpu_name=here.cpu_name))
 
 
 def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, *, threads: int | None = None) -> DeviceFigures:
@@ -80,10 +86,6 @@ def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, 
         speed, whose = replace(speed, host=scaled(table.host, named.launch_s / table.host.forward_s)), "the host as named"
     launches = f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)"
     return DeviceFigures(speed=speed, launches=launches, notes=tuple(notes), calibrated=day)
-
-
-def _of_cores(host: Host, cores: float) -> Host:
-    return Host(cores=cores, ram_bytes=host.ram_bytes, ram_free_bytes=host.ram_free_bytes, cpu_name=host.cpu_name)
 
 
 def _of_file(path: Path) -> Calibration:

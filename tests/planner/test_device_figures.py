@@ -72,6 +72,8 @@ def test_a_host_is_named_by_cores_launch_or_file(tmp_path: Path) -> None:
     hardware = with_host(Hardware(gpus=(CARD,), host=HOST), found)
     assert hardware.host.cores == 24 and hardware.host.ram_bytes == HOST.ram_bytes
     assert with_host(hardware, NamedHost()) is hardware
+    elsewhere = with_host(replace(hardware, hypothetical=True), NamedHost(cores=16.0)).host
+    assert elsewhere.ram_free_bytes == elsewhere.ram_bytes == 60 << 30, "not the RAM of this machine"
 
 
 @pytest.mark.parametrize("text", ["fast", "0us", "0cores", "-3us", "nosuch.json", "16"])
