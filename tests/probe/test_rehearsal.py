@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hfopt.errors import VirtualGpuError
 from hfopt.hardware import catalog
@@ -103,6 +104,29 @@ def test_bf16_on_a_t4_is_said_to_be_unsupported_and_ranks_are_counted(script: Ca
     assert seen.ranks == 2
     assert "no bf16 tensor cores" in seen.findings[0]
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+TENSOR_PARALLEL_SCRIPT = """
+import sys, torch
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+model = LlamaForCausalLM.from_pretrained(sys.argv[1], tp_plan="auto")
+arguments = TrainingArguments(output_dir="out", save_strategy="no", report_to=[], disable_tqdm=True, per_device_train_batch_size=2)
+row = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+Trainer(model=model, args=arguments, train_dataset=[row] * 16).train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_a_model_split_over_two_ranks_is_followed(
+    script: Callable[[str], str], card: Gpu, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(folder)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    seen = rehearse([*launcher, script(TENSOR_PARALLEL_SCRIPT), str(folder)], card, count=2, steps=2, timeout_s=180)
+    assert (seen.outcome, seen.ranks, seen.steps_done) == ("fits", 2, 2), seen.message
 
 
 ODD_SCRIPT = (
