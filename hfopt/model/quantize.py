@@ -138,7 +138,11 @@ def adapters() -> dict[type[nn.Module], type[nn.Module]]:
 
     class PackedLora(Linear):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            result: torch.Tensor = self.base_layer(x, *args, **kwargs)
+            result: torch.Tensor
+            if not hasattr(self, "lora_variant"):  # peft before 0.16: as on any linear layer
+                result = super().forward(x, *args, **kwargs)
+                return result
+            result = self.base_layer(x, *args, **kwargs)
             if self.disable_adapters:
                 return result
             result = result.clone() if isinstance(self.base_layer, Linear4bit) else result
