@@ -138,8 +138,9 @@ class Guard:
             return error.with_traceback(None)
         except CannotCut as error:
             self._uncut = error.refusal
-            assert self._last is not None, "pieces run only after memory ran out"
-            return replace(self._last, seen=replace(self._last.seen, micro_batch=self.pieces.size(window.batches[window.index]) or 1))
+            last = self._last or self._failure(torch.OutOfMemoryError("another rank ran out of memory"), window)
+            assert last is not None, "it is an out-of-memory error"
+            return replace(last, seen=replace(last.seen, micro_batch=self.pieces.size(window.batches[window.index]) or 1))
         except oom_errors.RAISED_AS as error:
             found = self._failure(error, window)
             if found is None:

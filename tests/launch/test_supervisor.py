@@ -267,3 +267,14 @@ def test_the_last_word_of_a_run_that_never_fits_says_what_to_change() -> None:
     assert "To change: gradient_checkpointing: true, a shorter maximum length" in said
     checkpointed = RestartOrders(output_dir="x", changes={**changes, "gradient_checkpointing": True})
     assert "gradient_checkpointing: true," not in supervisor._the_end(verdict, checkpointed, 3)
+
+
+@pytest.mark.slow
+def test_a_short_soak_leaves_nothing_behind() -> None:
+    """Seed 13 draws a failed backward, then one in the optimizer step after the newest checkpoint was cut short."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--minutes", "0.2", "--every", "2", "--seed", "13"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, check=False)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, (found, done.stderr[-2000:])
+    assert found["faults"]["backward"] and found["faults"]["optimizer"]
