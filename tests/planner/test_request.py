@@ -17,7 +17,7 @@ from hfopt.planner.trials import where_to_try
 
 
 def test_a_misspelt_key_is_a_warning_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: None)
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: None)
     config = tmp_path / "train.yaml"
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ngradient_acumulation_steps: 4\n")
     subject = from_file(config, Request(gpu="t4"))
@@ -29,7 +29,7 @@ def test_a_misspelt_key_is_a_warning_of_the_plan(tmp_path: Path, monkeypatch: py
 
 @pytest.fixture
 def with_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(request, "workload_of", lambda job: None)
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: None)
 
     def read(deepspeed: dict[str, Any], **wishes: Any) -> Any:
         (tmp_path / "ds.json").write_text(json.dumps(deepspeed))
@@ -72,7 +72,7 @@ def test_a_deepspeed_config_that_says_otherwise_would_not_start(with_deepspeed: 
 
 @pytest.mark.parametrize("key", ["use_cpu", "no_cuda"])
 def test_a_config_that_uses_no_card_is_planned_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     path = tmp_path / "train.yaml"
     path.write_text(f"model_name_or_path: m\nper_device_train_batch_size: 4\n{key}: true\n")
     subject = from_file(path, Request(gpu="rtx 3070", num_gpus=2))
@@ -85,14 +85,14 @@ def test_a_config_that_uses_no_card_is_planned_for_the_cpu(tmp_path: Path, monke
 
 @pytest.fixture
 def without_its_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ndeepspeed: gone.json\n")
     return lambda **wishes: from_file(config, Request(gpu="3090", **wishes))
 
 
 def test_a_missing_deepspeed_json_is_planned_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     text = "model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\ndeepspeed: configs/ds_z3_offload.json\n"
     config.write_text(text)
@@ -109,7 +109,7 @@ def test_a_missing_deepspeed_json_is_planned_by_its_name(tmp_path: Path, monkeyp
 
 
 def test_what_the_plan_cannot_change_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     config.write_text("model_name_or_path: m\nper_device_train_batch_size: 16\nnum_generations: 14\noptim: galore_adamw\nfp8: true\n")
     subject = from_file(config, Request(gpu="3090"))
@@ -140,7 +140,7 @@ def test_a_missing_deepspeed_json_is_a_note_on_one_device(without_its_json: Any)
     ("line", "key"), [("max_steps: null", "max_steps"), ("adam_epsilon: tiny", "adam_epsilon"), ("test_vllm: {tp_size: 1}", "tp_size")]
 )
 def test_an_error_that_no_plan_rests_on_is_told_beside_it(line: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     config.write_text(f"model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\n{line}\n")
     assert [note for note in from_file(config, Request(gpu="t4")).warnings if key in note and "line 4" in note]
@@ -155,7 +155,7 @@ def test_an_error_that_a_plan_rests_on_stops_it(tmp_path: Path) -> None:
 
 def test_repairs_are_changes_and_what_a_dropped_key_said_is_still_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl")
-    monkeypatch.setattr(request, "workload_of", lambda job: SimpleNamespace(assumed=()))
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
     config = tmp_path / "train.yaml"
     keys = "model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 8\nnum_generations: 8\n"
     config.write_text(keys + "max_prompt_length: 777\nwarmup_ratio: 0.1\nhub_token: null\n")
