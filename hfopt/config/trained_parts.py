@@ -89,11 +89,12 @@ def image_facts(facts: Facts) -> dict[str, Any]:
 
 
 def _side(facts: Facts, *names: str) -> int | None:
-    """224, or the first of [224, 224]; what cannot be an image's side is kept, so that it is refused and not overlooked."""
+    """224, or the largest of [3, 224, 448], for images are planned square and must not be planned too small; what cannot be an image's
+    side is kept, so that it is refused and not overlooked."""
     for _, value in facts.all(*names):
-        value = value[0] if isinstance(value, list) and value else value
-        if (number := whole_number(value)) is not None:
-            return number
+        found = [number for one in (value if isinstance(value, list) else [value]) if (number := whole_number(one)) is not None]
+        if found:
+            return max(found)
     return None
 
 

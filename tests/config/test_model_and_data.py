@@ -185,6 +185,11 @@ def test_trainer_and_task(text: str, trainer: str, task: str | None) -> None:
     assert (read.trainer, read.model.task) == (trainer, task)
 
 
+@pytest.mark.parametrize(("value", "side"), [("224", 224), ("[224, 448]", 448), ("[3, 384, 384]", 384), ("-5", -5)])
+def test_an_image_is_planned_by_its_longer_side(value: str, side: int) -> None:
+    assert job(f"model_name_or_path: org/name\nimage_size: {value}").data.image_size == side
+
+
 def test_glue_knows_its_labels_and_the_file_knows_better() -> None:
     assert job("task_name: mnli").model.num_labels == 3
     assert job("task_name: mnli\nnum_labels: 2").model.num_labels == 2
