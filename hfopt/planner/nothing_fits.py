@@ -265,17 +265,19 @@ class Rescue:
             cards, needed = shards
             yield f"sharding over {cards} such cards: about {format_bytes(needed)} on each (--num-gpus {cards} --engine fsdp2)"
         vllm = self.device.vllm
-        if (card := _larger_card(step.device_bytes(settings), 0.0 if vllm is None or vllm.sleeps else vllm.share)) is not None:
+        needed = self._with_inputs(step.device_bytes(settings), settings, self.smallest)
+        if (card := _larger_card(needed, 0.0 if vllm is None or vllm.sleeps else vllm.share)) is not None:
             yield f"a card with more memory: {card}"
 
     def _shards(self, step: RoughStep, settings: StepSettings) -> tuple[int, int] | None:
         if self.subject.job.model.quantization is not None:
             return None
+        windows = self.pricing.windows_bytes(self.smallest) if self.smallest.accumulation > 1 else 0  # shared by the cards
         block = 2 * step.count.weights_bytes // max(1, self.subject.workload.layers or 1)  # one at work, the next gathered ahead
         cards = 2
         while cards <= MOST_CARDS:
             divided = replace(settings, sharding=Sharding(engine="fsdp2", world_size=cards))
-            needed = step.sharded_bytes(divided) + block
+            needed = step.sharded_bytes(divided) + block + windows // cards
             if needed <= self.device.budget_bytes:
                 return cards, needed
             cards *= 2

@@ -87,6 +87,8 @@ def test_inputs_of_a_long_window_are_named_where_they_are_what_is_too_much(
     assert without + 32 * GIB <= found._rough_bytes(found.smallest) and found._rough_bytes(found.smallest) >= 64 * GIB
     assert "inputs of two windows of 8 batches, which the Trainer holds on the card while it fetches 64.00 GiB" in str(found.error())
     assert not list(found._priced(remedies(found.subject, "adamw_torch"))), "none of them makes the inputs smaller"
+    shards, card = found._other_hardware()
+    assert "sharding over 4 such cards" in shards and "more memory" in card and "6GB" not in card
 
 
 def test_a_job_that_fits_is_not_hopeless(rescue: Callable[..., Rescue]) -> None:
