@@ -328,6 +328,12 @@ class BatchInputs:
             few, more = (sum(few),), (sum(more),)
         return cls(few, more)
 
+    @classmethod
+    def of_tokens(cls, tokens: int) -> BatchInputs:
+        """Ids, mask and labels of so many tokens a sample, eight bytes each."""
+        few, more = ((8 * tokens * size,) * 3 for size in _SIZES)
+        return cls(few, more)
+
     def sizes(self, batch: int) -> list[int]:
         """The bytes of each tensor."""
         few, _ = _SIZES

@@ -120,7 +120,9 @@ def kept_count(workload: Workload) -> ParameterCount:
 
 
 def kept_inputs(workload: Workload) -> BatchInputs:
-    """The tensors of its batches."""
+    """The tensors of its batches; of a model that was counted, those of a decoder."""
+    if workload.blocks is not None and workload.tokens_per_sample is not None:
+        return BatchInputs.of_tokens(workload.tokens_per_sample)
 
     def made() -> BatchInputs:
         return BatchInputs.of(whole(workload).make_batch)

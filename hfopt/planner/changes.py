@@ -50,6 +50,7 @@ class Outcome:
     further: tuple[tuple[str, int, str], ...] = ()  # keys of generation and evaluation, each with its value and reason
     learning_rate: tuple[float, str] | None = None
     compiling: str | None = None  # why it is compiled, where the config is not
+    ruled_out: str | None = None  # why the config's precision cannot stay
 
 
 def changes(setting: Setting, outcome: Outcome) -> tuple[Change, ...]:
@@ -96,7 +97,7 @@ def _precision(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
             "bf16": f"tensor cores of {outcome.device} at full rate, half the activation memory, the range of float32",
             "fp16": f"the tensor cores of {outcome.device} support fp16 only; with loss scaling",
             "tf32": f"float32 matmuls on the tensor cores of {outcome.device}; weights and activations stay float32",
-            "fp32": f"{outcome.device} has no {was} arithmetic",
+            "fp32": outcome.ruled_out or f"float32 is predicted faster here: the casts of {was} take longer than its kernels save",
         }[chosen]
     )
     for name in ("fp16", "bf16", "tf32"):

@@ -220,6 +220,7 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         further=(*steps_change(job, winner.per_device_batch), *evaluation),
         learning_rate=_learning_rate(course),
         compiling=_compiling(course),
+        ruled_out=dict(course.allowed.ruled_out).get(course.current.precision),
     )
     kept = job.fixed | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
     return changes(Setting(args={**_attention(course), **job.raw}, defaults=defaults(), kept=kept), outcome)

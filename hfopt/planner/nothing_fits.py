@@ -88,13 +88,13 @@ class Rescue:
             return 0
         sharded = settings.sharding is not None and settings.sharding.engine != "ddp"
         needed = step.sharded_bytes(settings) if sharded else step.device_bytes(settings)
-        return self._with_inputs(needed, settings, candidate) + self.pricing.offset_bytes
+        return self._with_inputs(needed, step, settings, candidate) + self.pricing.offset_bytes
 
-    def _with_inputs(self, needed_bytes: int, settings: StepSettings, candidate: Candidate) -> int:
+    def _with_inputs(self, needed_bytes: int, step: RoughStep, settings: StepSettings, candidate: Candidate) -> int:
         """Beside a window's further batches, or while the next window is fetched."""
         if candidate.accumulation == 1:
             return needed_bytes
-        windows, held = self.pricing.windows_bytes(candidate), state_bytes(self.pricing.count, settings)
+        windows, held = self.pricing.windows_bytes(candidate), state_bytes(step.count, settings)
         return max(needed_bytes + windows // 2, held.weights_bytes + held.optimizer_bytes + windows)
 
     # ------------------------------------------------------------------------------------------ what would fit
@@ -169,7 +169,7 @@ class Rescue:
             needed = step.allocated_bytes(settings) + step.context_bytes
         else:
             needed = step.device_bytes(settings)
-        needed = self._with_inputs(needed, settings, candidate)
+        needed = self._with_inputs(needed, step, settings, candidate)
         timed = None if remedy.length_divided_by > 1 else self._samples_per_s(step, settings)
         return PricedRemedy(remedy=remedy, device_bytes=needed + self.pricing.offset_bytes, samples_per_s=timed)
 
@@ -265,7 +265,7 @@ class Rescue:
             cards, needed = shards
             yield f"sharding over {cards} such cards: about {format_bytes(needed)} on each (--num-gpus {cards} --engine fsdp2)"
         vllm = self.device.vllm
-        needed = self._with_inputs(step.device_bytes(settings), settings, self.smallest)
+        needed = self._with_inputs(step.device_bytes(settings), step, settings, self.smallest)
         if (card := _larger_card(needed, 0.0 if vllm is None or vllm.sleeps else vllm.share)) is not None:
             yield f"a card with more memory: {card}"
 

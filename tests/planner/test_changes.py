@@ -215,3 +215,13 @@ def test_a_change_is_told_as_the_files_own_tool_spells_it() -> None:
     (spelled,) = _as_written(subject, made).values()
     assert (spelled.key, spelled.before, spelled.after, spelled.reason) == ("disable_gradient_checkpointing", False, True, "why")
     assert _as_written(SimpleNamespace(loaded=None), made) == {}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("ruled_out", "reason"), [("no bf16 on it", "no bf16 on it"), (None, "float32 is predicted faster here")])
+def test_a_precision_that_a_card_has_is_not_called_missing(ruled_out: str | None, reason: str) -> None:
+    old, new = (Candidate(per_device_batch=8, accumulation=1, precision=precision) for precision in ("bf16", "fp32"))
+    outcome = Outcome(
+        before=chosen(old, loader()), after=chosen(new, loader()), effective_batch=8, budget_bytes=1, device="card", ruled_out=ruled_out
+    )
+    made = {change.key: change for change in changes(Setting(args={"bf16": True}, defaults=DEFAULTS, kept=frozenset()), outcome)}
+    assert made["bf16"].after is False and made["bf16"].reason.startswith(reason)
