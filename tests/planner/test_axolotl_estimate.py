@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,9 @@ from hfopt.planner.memory_table import memory_table, read_subject
 from hfopt.planner.request import Request
 from hfopt.schema import MemoryPeak
 
-LLAMA = {
-    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8000, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"},
+LLAMA: dict[str, Any] = {  # large enough that a segment of 2 MiB is less than 1 %
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 16000, "max_position_embeddings": 1024, "torch_dtype": "bfloat16"},
     "tie_word_embeddings": False,
 }
 AXOLOTL = """base_model: {model}
@@ -89,7 +90,7 @@ def test_with_whole_logits_axolotl_estimates_as_the_trainer_does(tmp_path: Path)
 def test_float32_embeddings_are_counted(tmp_path: Path) -> None:
     """Without flash attention axolotl keeps embeddings, head and norms of a whole model in float32: weights and two states."""
     wide, narrow = (estimated(tmp_path, AXOLOTL.replace("flash_attention: true\n", line)) for line in ("", "flash_attention: true\n"))
-    parameters = 2 * 8000 * 256
+    parameters = 2 * LLAMA["vocab_size"] * LLAMA["hidden_size"]
     assert wide.breakdown is not None and narrow.breakdown is not None
     assert wide.breakdown.weights_bytes - narrow.breakdown.weights_bytes == pytest.approx(2 * parameters, rel=0.01)
     assert wide.breakdown.optimizer_bytes - narrow.breakdown.optimizer_bytes == pytest.approx(4 * parameters, rel=0.01)
