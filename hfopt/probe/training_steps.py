@@ -239,8 +239,8 @@ def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Param
             done[id(parameter)] = parameter, new
         module._parameters[name] = done[id(parameter)][1]
     for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = buffer.to("cuda")
+        if buffer is not None:  # on meta: the scales of packed weights, made with them and nothing but zeros
+            module._buffers[name] = torch.zeros_like(buffer, device="cuda") if buffer.is_meta else buffer.to("cuda")
 
 
 def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | None]], output: Path) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """Python objects that ranks send each other go over the CPU: torch would pickle them into device memory, which here holds no values.
 
-Each function runs as it is, over a gloo group of the same ranks.
+Each function runs as it is, over a gloo group of the same ranks. A group's threads must end before the interpreter does, or they abort the
+process: these groups end with those of the script, or when it ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -37,7 +40,27 @@ def _over_host(function: Any) -> Any:
     return sent
 
 
+def _ends_all(function: Any) -> Any:
+    @functools.wraps(function)
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:  # all groups; what is still referred to here would live on
+            _on_host.clear()
+        return function(*args, **kwargs)
+
+    return ended
+
+
+def _leave() -> None:
+    while _on_host:
+        _, group = _on_host.popitem()
+        with suppress(ValueError, RuntimeError):  # the script has ended it itself
+            dist.destroy_process_group(group)
+
+
 def install() -> None:
+    atexit.register(_leave)
+    ends = _ends_all(dist.destroy_process_group)
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = ends
     for name in _FUNCTIONS:
         replaced = _over_host(getattr(dist, name))
         setattr(dist, name, replaced)
