@@ -19,7 +19,7 @@ from hfopt.errors import DryRunError
 from hfopt.probe import dry_run as module
 from hfopt.probe.dry_run import Extent, Prepared, dry_run
 from hfopt.process import child_process
-from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, ModelSpec, Precision, TrainJob
+from hfopt.schema import REHEARSED_MICRO_BATCHES, Candidate, Gpu, Lora, ModelSpec, Precision, Quantization, TrainJob
 from hfopt.units import GIB, MIB
 
 CANDIDATE = Candidate(per_device_batch=4, accumulation=2, precision="fp32")
@@ -69,6 +69,15 @@ def test_a_card_that_is_not_here_is_stood_in_for(tiny_job: TrainJob) -> None:
     assert trial.peak_allocated_bytes is not None and trial.peak_reserved_bytes is not None and trial.peak_device_bytes is not None
     assert trial.peak_allocated_bytes <= trial.peak_reserved_bytes == trial.peak_device_bytes - 200 * MIB
     assert trial.eval_peak_reserved_bytes is not None and trial.eval_peak_reserved_bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_packed_weights_are_rehearsed_with_their_scales(tiny_job: TrainJob) -> None:
+    packed = replace(tiny_job.model, lora=Lora(target_modules="all-linear"), quantization=Quantization(bits=4, double_quant=True))
+    trial = dry_run(replace(tiny_job, model=packed), replace(CANDIDATE, precision="bf16"), device="virtual", gpu=CARD, timeout_s=200)
+    assert trial.outcome == "ok", trial.message
+    assert trial.peak_allocated_bytes is not None and trial.peak_allocated_bytes > 0
 
 
 @pytest.mark.slow
