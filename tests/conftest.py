@@ -15,6 +15,8 @@ from nvml_standin import NvmlStandin, compile_standin
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["HFOPT_NO_CACHE"] = "1"  # a test traces for itself; those of the store switch it on, in a folder of their own
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores, and OpenMP's threads would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so a shell starts what runs in the background, and children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
