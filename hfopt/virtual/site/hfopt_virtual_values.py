@@ -11,7 +11,9 @@ a mask of those that are keeps them all.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -46,6 +48,8 @@ _COMPARED = {"eq": False, "__eq__": False, "ne": True, "__ne__": True}
 _ORDERED = {"ge", "__ge__", "le", "__le__"}
 _READ_INSIDE = {"ctc_loss": {2: "input_lengths", 3: "target_lengths"}}  # arguments the C++ side copies to the host by itself
 _twins = WeakTensorKeyDictionary()
+
+_LET_GO_S = 0.2  # at the end: a thread of autograd that still lets go of Python objects would abort the process once Python is gone
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
@@ -302,6 +306,7 @@ def _follow_into_operators(mode: TrueValues) -> None:
 
 def install() -> None:
     """Turns the mode on in this thread, for good."""
+    atexit.register(time.sleep, _LET_GO_S)
     mode = TrueValues()
     mode.__enter__()
     _spare_the_optimizer()
