@@ -42,7 +42,7 @@ from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.monitor.diagnose import Judge
 from hfopt.monitor.fault_guard import Faults
 from hfopt.monitor.host_usage import HostReading
-from hfopt.monitor.journal import Journal
+from hfopt.monitor.log import Journal
 from hfopt.monitor.metrics import find_callers
 from hfopt.monitor.sampler import RING, Sampler
 from hfopt.monitor.window import gpu_windows, merge

@@ -27,8 +27,8 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hfopt.model.from_config import from_spec
 from hfopt.planner import Request, plan
-from hfopt.planner.space import divisors
 from hfopt.schema import TrainJob
+from hfopt.units import divisors
 
 ROUNDS = 3
 STEPS = 6

@@ -27,9 +27,10 @@ from trl_cases import TrlCase, cases, make_trainer, model_folder
 from hfopt.config.read_job import load_bytes
 from hfopt.config.settings import step_settings
 from hfopt.errors import HfoptError
+from hfopt.job.live_trainer import from_live
+from hfopt.job.request import Request
+from hfopt.job.subject import workload_of
 from hfopt.memory.step_memory import estimate
-from hfopt.planner.live import from_live
-from hfopt.planner.request import Request, workload_of
 from hfopt.schema import Gpu, MemoryPeak
 from hfopt.units import GIB, MIB
 from hfopt.virtual.environment import environment

@@ -89,3 +89,11 @@ def format_energy(kwh: float) -> str:
 def format_percent(share: float) -> str:
     """0.512 -> '51.2 %'."""
     return f"{100 * share:.1f} %"
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
+    if number < 1:
+        raise ValueError(f"{number} has no divisors here")
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(small + [number // d for d in reversed(small) if d * d != number])

@@ -46,7 +46,7 @@ TRAINER_TIER = (
     "oom/test_protect",
     "oom/test_shortage",
     "planner/test_configs",
-    "planner/test_live",
+    "planner/test_python_api",
     "planner/test_start",
     "probe",
     "process",

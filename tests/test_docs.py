@@ -8,7 +8,7 @@ from pathlib import Path
 import module_tree
 import pytest
 
-from hfopt.planner.changes import PRECISION_KEYS
+from hfopt.facts.training_keys import PRECISION_KEYS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/**/*.md")]

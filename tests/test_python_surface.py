@@ -10,7 +10,7 @@ import pytest
 
 import hfopt
 from hfopt.errors import ConfigError
-from hfopt.planner.request import Request
+from hfopt.job.request import Request
 
 OWN_BUSINESS = {"charts", "own_process"}
 

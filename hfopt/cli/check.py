@@ -279,7 +279,7 @@ def _factors(loaded: Loaded) -> str:
 
 def _as_data(loaded: Loaded) -> dict[str, Any]:
     from hfopt.redact import scrub
-    from hfopt.typed_json import plain
+    from hfopt.store import plain
 
     job, repairable = loaded.job, _repairable(loaded)
     batch: BatchOutput | None = (

@@ -72,8 +72,8 @@ def estimate(
     sizes = sorted(set(numbers("--batch-sizes", batch_sizes, least="a batch has at least one sample")))
     asked_precision, asked_task = precision_of(precision), task_of(task)
     with people().status("reading the model …") as status:
+        from hfopt.job.request import Request, launched
         from hfopt.planner.memory_table import memory_table, read_subject, with_engine
-        from hfopt.planner.request import Request, launched
 
         wishes = Request(
             own_process=True,

@@ -90,7 +90,7 @@ def _explained(report: OomReport, config: str | None, options: dict[str, Any]) -
         return by_log(report)
     with people().status("replaying the step …"):
         from hfopt.compat import quietly
-        from hfopt.planner.request import Request, launched
+        from hfopt.job.request import Request, launched
 
         with quietly():
             return explain_with_config(report, config, launched(Request(**options, own_process=True)))

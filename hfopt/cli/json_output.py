@@ -50,7 +50,7 @@ def schema_name(name: str) -> str:
 
 def json_text(name: str, output: object) -> str:
     """One of the outputs that `hfopt schema` lists, as it is printed."""
-    from hfopt.typed_json import plain
+    from hfopt.store import plain
 
     data = plain(output)
     if isinstance(data, dict):

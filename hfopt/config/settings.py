@@ -15,7 +15,7 @@ from typing import Any
 from hfopt.compat.transformers_patches import default_optim
 from hfopt.compat.versions import release
 from hfopt.config.deepspeed_json import config_mapping
-from hfopt.facts.optimizer_states import stand_in
+from hfopt.facts.argument_effects import stand_in
 from hfopt.facts.training_keys import installed, trl_default
 from hfopt.schema import (
     GENERATING,

@@ -241,3 +241,8 @@ def both_spellings(values: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """What to set on live arguments: those that transformers 5.23 renamed under both names, as it keeps them itself."""
     new = {NEW_SPELLINGS[key]: value for key, value in values.items() if key in NEW_SPELLINGS}
     return {**values, **{key: value for key, value in new.items() if hasattr(args, key)}}
+
+
+PRECISION_KEYS = ("fp16", "bf16", "tf32")
+CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
+CHECKPOINTING_KEYS = ("gradient_checkpointing", CHECKPOINTING_KWARGS)

@@ -16,10 +16,9 @@ from typing import Any
 
 from hfopt.compat import set_tf32
 from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing, renew_accelerator
-from hfopt.facts.training_keys import both_spellings
+from hfopt.facts.training_keys import PRECISION_KEYS, both_spellings
 from hfopt.oom import next_settings
 from hfopt.oom.next_settings import memory_now
-from hfopt.planner.changes import PRECISION_KEYS
 from hfopt.schema import Change
 from hfopt.units import format_bytes, format_seconds
 

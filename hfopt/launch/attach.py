@@ -25,13 +25,13 @@ from hfopt.compat.transformers_patches import checkpoint_batch
 from hfopt.errors import HfoptError
 from hfopt.facts.training_keys import both_spellings
 from hfopt.files import write_whole
+from hfopt.job.request import Request
 from hfopt.launch import apply_plan
 from hfopt.launch.apply_plan import apply_changes
 from hfopt.launch.handoff import Handoff, RestartOrders, RunOptions, RunStart
 from hfopt.launch.heartbeat import Heart, callback
 from hfopt.oom import next_settings
 from hfopt.oom.protect import guard_of, protect
-from hfopt.planner.request import Request
 from hfopt.planner.result import Plan
 from hfopt.redact import is_secret, said
 from hfopt.schema import Change, PlannedMemory

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hfopt.facts.optimizer_states import FOREACH_ADAM, TORCH_ADAM, bitsandbytes_states
+from hfopt.facts.argument_effects import FOREACH_ADAM, TORCH_ADAM, bitsandbytes_states
 from hfopt.memory.allocator import parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.layer_extrapolation import deeper_ops

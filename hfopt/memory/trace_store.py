@@ -27,10 +27,9 @@ from hfopt.memory.step_memory import Estimate, context_bytes, estimate
 from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
 from hfopt.model.stored_workload import whole
 from hfopt.schema import CompiledStep, GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
-from hfopt.store import Store, default_store
+from hfopt.store import NotPlainError, Store, default_store, from_json, to_json
 from hfopt.trace.events import Trace, Where
 from hfopt.trace.kernel_sizes import Formula, Kernels, answers_alike, answers_noted, of_card
-from hfopt.typed_json import NotPlainError, from_json, to_json
 
 _CLASSES = (
     *(Estimate, MemoryCurve, DepthCurve, VaryingLengths, Growth, Timeline, PerSampleTimeline, SampleMatch, AffineFormula, LengthSpread),

@@ -16,8 +16,7 @@ from typing import Any
 
 from hfopt.model.sources import is_reference, source_of, stated_model
 from hfopt.schema import Assumption, BatchShape, ConfigFacts, LengthSpread, TrainJob, Workload
-from hfopt.store import Store
-from hfopt.typed_json import NotPlainError, from_json, to_json
+from hfopt.store import NotPlainError, Store, from_json, to_json
 
 
 def facts_of(workload: Workload) -> ConfigFacts:

@@ -29,7 +29,7 @@ from hfopt.monitor.evidence import (
     power_share,
     tells_enough,
 )
-from hfopt.monitor.journal import Journal
+from hfopt.monitor.log import Journal
 from hfopt.monitor.window import data_share, merge
 from hfopt.schema import Cause, Change, Finding, RankLag, RunFacts, Window
 from hfopt.units import format_percent, format_seconds

@@ -18,7 +18,7 @@ import psutil
 from hfopt.errors import LogError
 from hfopt.monitor.fault_guard import Faults, to_stderr
 from hfopt.monitor.host_usage import HostProbe
-from hfopt.monitor.journal import LIVE, point
+from hfopt.monitor.log import LIVE, point
 from hfopt.monitor.metrics import status_line
 from hfopt.monitor.sampler import OwnCards, Sampler, open_cards
 from hfopt.redact import printable

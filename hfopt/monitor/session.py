@@ -23,14 +23,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from hfopt.monitor import journal, metrics, run_setup, run_text
+from hfopt.monitor import log as journal
+from hfopt.monitor import metrics, run_setup, run_text
 from hfopt.monitor.diagnose import Judge, sentence
 from hfopt.monitor.evidence import GrowthWatch
 from hfopt.monitor.fault_guard import Faults, harmless
 from hfopt.monitor.history import receipt_lines, receipt_of
 from hfopt.monitor.host_usage import HostProbe
-from hfopt.monitor.journal import Journal
-from hfopt.monitor.log import NAME
+from hfopt.monitor.log import NAME, Journal
 from hfopt.monitor.metrics import Alerts, OnFinding, Send, alert_of, sender, tracker_senders
 from hfopt.monitor.model_inputs import InputWatch
 from hfopt.monitor.run_setup import facts_of, find_place, growing_gradients, scale_of

@@ -28,9 +28,8 @@ from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import evaluation_batches, next_settings, rank_vote, replay, split_batch
 from hfopt.oom.micro_batch import CannotCut, Pieces
 from hfopt.oom.next_settings import Fit, Settings, Sink, Supervisor
-from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote
+from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote, ShardedSteps, can_be_repeated
 from hfopt.oom.replay import AccumulationWindow, ForwardState
-from hfopt.oom.sharded_ranks import ShardedSteps, can_be_repeated
 from hfopt.oom.split_batch import structural_refusal
 from hfopt.oom.step_down import Pace, Refusal, after_window
 from hfopt.schema import FallbackEvent, MemoryModel, OomSeen, ReplanStep

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hfopt.planner.live import plan
-from hfopt.planner.request import Request
+from hfopt.job.request import Request
+from hfopt.planner.python_api import plan
 from hfopt.planner.result import Plan
 
 __all__ = ["Plan", "Request", "plan"]

@@ -21,24 +21,25 @@ from typing import Any
 
 from hfopt.errors import NothingFits
 from hfopt.facts.training_keys import installed
+from hfopt.job.request import Progress, Request
+from hfopt.job.subject import Subject, from_file, workload_of
 from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore, before_tracing
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
-from hfopt.planner.data_feed import Feeding
 from hfopt.planner.engines import plan_devices
-from hfopt.planner.evaluation_choice import first_evaluation
-from hfopt.planner.first_answer import counted_workload, first_answer, kept_answer
 from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress, Request, Subject, from_file, workload_of
 from hfopt.planner.result import Plan
 from hfopt.planner.search import TIE, SearchResult, best_first
 from hfopt.planner.space import Space, candidates
-from hfopt.planner.target import device_of
-from hfopt.planner.trace_ahead import Ahead, Estimator
 from hfopt.planner.trials import Tryout, confirmed
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.evaluation_choice import first_evaluation
+from hfopt.pricing.first_answer import counted_workload, first_answer, kept_answer
+from hfopt.pricing.target_device import device_of
+from hfopt.pricing.trace_ahead import Ahead, Estimator
 from hfopt.schema import Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.store import default_store
 from hfopt.units import format_bytes
@@ -86,7 +87,7 @@ def make_plan(
         if isinstance(source, (str, PathLike)):
             subject = from_file(Path(source), request, known=known)
         else:
-            from hfopt.planner.live import from_live
+            from hfopt.job.live_trainer import from_live
 
             subject = from_live(source, request)
         read_s = time.perf_counter() - started

@@ -17,8 +17,9 @@ from pathlib import Path
 from hfopt.compat import package_version
 from hfopt.errors import HardwareError
 from hfopt.hardware.detect import detect
-from hfopt.planner.request import Progress, Request, Subject, from_file
-from hfopt.planner.target import config_step, world_of
+from hfopt.job.request import Progress, Request
+from hfopt.job.subject import Subject, from_file
+from hfopt.pricing.target_device import config_step, world_of
 from hfopt.schema import Candidate, Gpu, Hardware, OpCost, Trial
 from hfopt.speed.calibration import CPU, Calibration, calibrated, scaled
 from hfopt.speed.device_speed import Speed, cpu_speed, speed_of

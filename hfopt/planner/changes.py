@@ -9,11 +9,8 @@ from typing import Any
 from hfopt.schema import Candidate, Change, Chosen, LoaderPlan
 from hfopt.units import format_bytes, format_rate, format_seconds
 
-PRECISION_KEYS = ("fp16", "bf16", "tf32")
 LOADER_KEYS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers")
 PYTORCH_PREFETCH = 2  # torch.utils.data.DataLoader with workers, when nothing is said
-CHECKPOINTING_KWARGS = "gradient_checkpointing_kwargs"
-CHECKPOINTING_KEYS = ("gradient_checkpointing", CHECKPOINTING_KWARGS)
 
 LIGER_REASON = (
     "head and loss in slices, so the logits never exist whole, and norms, rotary embedding and gated units that keep less; allowed by "

@@ -17,14 +17,14 @@ from typing import Any
 from hfopt.compat.transformers_patches import default_optim
 from hfopt.compat.versions import release, source_folder
 from hfopt.config.training_arguments import ATTENTION
-from hfopt.facts.training_keys import installed
+from hfopt.facts.training_keys import CHECKPOINTING_KEYS, PRECISION_KEYS, installed
+from hfopt.job.request import Request
+from hfopt.job.subject import Subject
 from hfopt.model.stored_workload import facts_of
-from hfopt.planner.changes import CHECKPOINTING_KEYS, PRECISION_KEYS
-from hfopt.planner.compiled import COMPILE, why_not_compiled
-from hfopt.planner.grpo import batch_rule, check_groups
-from hfopt.planner.request import Request, Subject
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
-from hfopt.planner.target import TargetDevice
+from hfopt.pricing.compiled import COMPILE, why_not_compiled
+from hfopt.pricing.grpo import batch_rule, check_groups
+from hfopt.pricing.target_device import TargetDevice
 from hfopt.schema import Candidate, Checkpointing, Gpu
 
 LIGER_TYPES = frozenset(

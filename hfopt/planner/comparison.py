@@ -20,11 +20,11 @@ from typing import Literal
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
 from hfopt.hardware.prices import HF_JOBS, RentalOffer, cheapest
+from hfopt.job.request import NamedHost, Request, with_host
+from hfopt.job.subject import USE_CPU, Subject, from_file
 from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
-from hfopt.planner.device_figures import NamedHost, with_host
-from hfopt.planner.request import USE_CPU, Request, Subject, from_file
 from hfopt.planner.result import Plan, chosen_output
 from hfopt.schema import Assumption
 from hfopt.schema.outputs import CardPlanned, CardRank, CardTooSmall, OfferOutput, RunOnCard

@@ -12,22 +12,23 @@ from functools import partial
 from hfopt.compat.versions import torch_build
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
-from hfopt.facts.training_keys import NEW_SPELLINGS
+from hfopt.facts.training_keys import CHECKPOINTING_KWARGS, NEW_SPELLINGS
 from hfopt.hardware.installed_software import missing_kernels
+from hfopt.job.request import Request
+from hfopt.job.subject import Subject
 from hfopt.model.stored_workload import facts_of
-from hfopt.planner.changes import CHECKPOINTING_KWARGS, Outcome, Setting, changes
+from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.choices import attention_choices, attention_note, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
-from hfopt.planner.compiled import compile_note, compile_reason
-from hfopt.planner.data_feed import Feeding
-from hfopt.planner.evaluation_choice import FirstEvaluation
-from hfopt.planner.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
 from hfopt.planner.memory_table import charts
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
 from hfopt.planner.space import Precisions, Space
-from hfopt.planner.target import TargetDevice
 from hfopt.planner.trials import Confirmed
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.compiled import compile_note, compile_reason
+from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.evaluation_choice import FirstEvaluation
+from hfopt.pricing.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
+from hfopt.pricing.target_device import TargetDevice
 from hfopt.schema import (
     Advice,
     Assumption,

@@ -23,11 +23,12 @@ from hfopt.compat.versions import release
 from hfopt.config.settings import step_settings, with_raw
 from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
+from hfopt.job.request import Request
+from hfopt.job.subject import Subject
 from hfopt.memory.rough_estimate import state_bytes
 from hfopt.memory.trace_store import kept_count, kept_names
-from hfopt.planner.request import Request, Subject
 from hfopt.planner.result import Plan
-from hfopt.planner.target import device_of, weight_bytes
+from hfopt.pricing.target_device import device_of, weight_bytes
 from hfopt.schema import Change, Chosen, EngineChoice, EngineSettings, MemoryPeak, TrainJob, Workload
 from hfopt.units import format_bytes, format_percent
 

@@ -15,9 +15,10 @@ from hfopt.schema import Candidate, Explanation, FittingChange, MemoryPeak, OomR
 from hfopt.units import GIB, MIB
 
 if TYPE_CHECKING:
+    from hfopt.job.request import Progress, Request
+    from hfopt.job.subject import Subject
     from hfopt.memory.curve import MemoryCurve
-    from hfopt.planner.pricing import Pricing
-    from hfopt.planner.request import Progress, Request, Subject
+    from hfopt.pricing.candidate_prices import Pricing
 
 _IN_A_STEP = ("forward", "loss", "backward", "optimizer", "unknown")
 _ON_THE_CARD = (
@@ -72,7 +73,7 @@ class _Replay:
 
     def __init__(self, report: OomReport, subject: Subject, request: Request, progress: Progress) -> None:
         from hfopt.planner.choices import current_candidate
-        from hfopt.planner.target import device_of, memory_pricing
+        from hfopt.pricing.target_device import device_of, memory_pricing
 
         self.report, self.subject, self.request = report, subject, request
         self.pricing: Pricing = memory_pricing(subject, request, progress)
@@ -157,7 +158,7 @@ class _Replay:
 
     def _smaller_batch(self, candidate: Candidate) -> Candidate | None:
         """The largest that fits with the same effective batch."""
-        from hfopt.planner.space import divisors
+        from hfopt.units import divisors
 
         largest = self.pricing.estimate(candidate).curve.largest_batch(self._room(candidate), giving_back=True)
         samples = candidate.per_device_batch * candidate.accumulation

@@ -15,12 +15,16 @@ from hfopt.config.settings import trainer_settings
 from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
 from hfopt.hardware.installed_software import missing_kernels
+from hfopt.job.request import Progress, Request
+from hfopt.job.subject import Subject, asked, from_file, hardware_of, workload_of
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.timeline import live_over_time
 from hfopt.planner.choices import attention_note, current_candidate, liger_note
-from hfopt.planner.compiled import compile_note
 from hfopt.planner.engines import named_engine, subject_on
-from hfopt.planner.evaluation_choice import (
+from hfopt.planner.space import Space, micro_batches
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.compiled import compile_note
+from hfopt.pricing.evaluation_choice import (
     NOT_ESTIMATED,
     Behind,
     EvaluationReading,
@@ -29,11 +33,8 @@ from hfopt.planner.evaluation_choice import (
     read_evaluation,
     trace_evaluation,
 )
-from hfopt.planner.grpo import colocated_vllm, evaluation_notes, held_words, room_beside
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress, Request, Subject, asked, from_file, hardware_of, workload_of
-from hfopt.planner.space import Space, divisors, micro_batches
-from hfopt.planner.target import memory_pricing
+from hfopt.pricing.grpo import colocated_vllm, evaluation_notes, held_words, room_beside
+from hfopt.pricing.target_device import memory_pricing
 from hfopt.schema import (
     BatchPoint,
     BatchShape,
@@ -53,6 +54,7 @@ from hfopt.schema import (
     TrainJob,
     Workload,
 )
+from hfopt.units import divisors
 
 MOMENTS = 240
 BEYOND = 4  # times the effective batch that the curves go on where memory allows, to show what is left unused

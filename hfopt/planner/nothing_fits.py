@@ -14,19 +14,18 @@ from typing import Any
 
 from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
+from hfopt.job.subject import Subject, workload_of
 from hfopt.memory.counted_step import counted_step
 from hfopt.memory.rough_estimate import RoughStep, depths_of, rough_step, state_bytes
 from hfopt.memory.trace_store import kept_rough_step
 from hfopt.model.stored_workload import workload_key
-from hfopt.planner.grpo import advice_when_short
-from hfopt.planner.pricing import Pricing
 from hfopt.planner.remedies import EFFECTS, MemoryRemedy, remedies, together
-from hfopt.planner.request import Subject, workload_of
-from hfopt.planner.space import divisors
-from hfopt.planner.target import TargetDevice, traffic_of
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.grpo import advice_when_short
+from hfopt.pricing.target_device import TargetDevice, traffic_of
 from hfopt.schema import Candidate, Checkpointing, Sharding, StepSettings, TrainJob, Workload
 from hfopt.speed.step_time import RankTraffic, StepTimer
-from hfopt.units import format_bytes, format_rate
+from hfopt.units import divisors, format_bytes, format_rate
 
 WOULD_FIT = "What would fit:"
 MOST_CARDS = 64

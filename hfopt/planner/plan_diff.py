@@ -20,12 +20,12 @@ from typing import Any
 from hfopt.compat import package_version
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import named
+from hfopt.job.request import Request, with_host
+from hfopt.job.subject import Subject, from_file
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.choices import current_candidate
-from hfopt.planner.device_figures import with_host
-from hfopt.planner.request import Request, Subject, from_file
 from hfopt.planner.result import Plan
-from hfopt.planner.target import device_of
+from hfopt.pricing.target_device import device_of
 from hfopt.redact import scrub
 from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SideOutput
 from hfopt.speed.device_speed import settings_error

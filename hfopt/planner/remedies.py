@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from hfopt.config.other_tools import LLAMA_FACTORY
-from hfopt.facts.optimizer_states import FOREACH_ADAM, FUSED_ADAM, TORCH_ADAM
+from hfopt.facts.argument_effects import FOREACH_ADAM, FUSED_ADAM, TORCH_ADAM
+from hfopt.job.subject import Subject
 from hfopt.planner.choices import LIGER, why_no_liger
-from hfopt.planner.request import Subject
 from hfopt.schema import Lora, Quantization, Sharding, TrainJob
 from hfopt.units import format_bytes
 

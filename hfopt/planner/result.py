@@ -15,7 +15,7 @@ from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import both_spellings
 from hfopt.schema import Candidate, Change, Chosen, EvaluationPeak, PlanCharts, PlanFacts, PlannedMemory, Priced
 from hfopt.schema.outputs import ChosenOutput, EvaluationOutput, PlanOutput, SettingsOutput, VerifiedOutput
-from hfopt.typed_json import plain
+from hfopt.store import plain
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -104,13 +104,6 @@ def hole_reason(candidate: Candidate, budget_bytes: int) -> str:
     return f"batch {candidate.per_device_batch} does not fit into {format_bytes(budget_bytes)}: at this batch more is kept in the cache"
 
 
-def budget_bytes(free_bytes: int, headroom: float) -> int:
-    """What may be planned with: the free memory less a share kept for what no estimate sees (longer samples, other processes)."""
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom is a share between 0 and 1, not {headroom}")
-    return int(free_bytes * (1 - headroom))
-
-
 class Models(Protocol):
     """What the search asks of the estimates."""
 

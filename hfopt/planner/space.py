@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hfopt.errors import ConfigError
 from hfopt.schema import Candidate, Checkpointing, Gpu, Precision
+from hfopt.units import divisors
 
 OVERFLOWS_IN_FP16 = ("t5", "mt5", "umt5", "longt5", "byt5", "pix2struct", "gemma", "pegasus")
 """Families whose activations leave fp16's range (trained in bfloat16 on TPUs): the loss becomes NaN."""
@@ -124,14 +125,6 @@ def _fp16_warnings(tried: Sequence[Precision], facts: NumericFacts) -> tuple[str
             "the published weights were trained in bfloat16, whose range fp16 does not have: watch the loss, and the GradScaler's scale",
         )
     return ()
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, ascending."""
-    if number < 1:
-        raise ValueError(f"{number} has no divisors here")
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(small + [number // d for d in reversed(small) if d * d != number])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,13 +24,13 @@ from typing import Any, Literal
 
 from hfopt.compat.versions import torch_build
 from hfopt.errors import NothingFits, VirtualGpuError
-from hfopt.facts.optimizer_states import stand_in
+from hfopt.facts.argument_effects import stand_in
 from hfopt.hardware.installed_software import missing_kernels
+from hfopt.job.request import Progress
 from hfopt.memory.step_memory import context_bytes
 from hfopt.model.stored_workload import workload_key
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress
 from hfopt.planner.search import SearchResult
+from hfopt.pricing.candidate_prices import Pricing
 from hfopt.probe.dry_run import Extent, Prepared
 from hfopt.schema import (
     REHEARSED_MICRO_BATCHES,
@@ -44,8 +44,7 @@ from hfopt.schema import (
     TrainJob,
     Trial,
 )
-from hfopt.store import default_store
-from hfopt.typed_json import NotPlainError, from_json, to_json
+from hfopt.store import NotPlainError, default_store, from_json, to_json
 from hfopt.virtual.environment import available
 
 _KEPT = ("ok", "oom")  # what failed for another reason may not fail again

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from hfopt.schema import OpCost
-from hfopt.trace.cuda_attention import launches_of
+from hfopt.trace.cuda_choices import launches_of
 
 if TYPE_CHECKING:
     from hfopt.trace.events import Trace

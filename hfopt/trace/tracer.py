@@ -28,8 +28,7 @@ from hfopt.compat.transformers_patches import (
 )
 from hfopt.errors import TraceError
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.cuda_attention import grouped_windows
-from hfopt.trace.cuda_autocast import cuda_rules
+from hfopt.trace.cuda_choices import cuda_rules, grouped_windows
 from hfopt.trace.events import Trace
 from hfopt.trace.fake_tensors import FastFake, Values, attach
 from hfopt.trace.fused_head import tiled_heads

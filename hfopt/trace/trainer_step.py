@@ -4,7 +4,7 @@ Two optimizer steps are run, because the first has no optimizer state yet. With 
 first starts without gradients, the second with them, and all further ones are like the second. All the window's batches are on the
 device at once, as `get_batch_samples` fetches them.
 
-The states bitsandbytes' optimizers keep, by its rules (`facts/optimizer_states.py`), without bitsandbytes: bytes, not arithmetic. What
+The states bitsandbytes' optimizers keep, by its rules (`facts/argument_effects.py`), without bitsandbytes: bytes, not arithmetic. What
 is paged is not counted. The update kernels work in place.
 
 On CUDA torch.optim takes the foreach implementation unless told otherwise; fake parameters live on the CPU, so it is asked for by name.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.facts.optimizer_states import BLOCK_8BIT, SMALLEST_8BIT, SMALLEST_PAGED, bitsandbytes_states
+from hfopt.facts.argument_effects import BLOCK_8BIT, SMALLEST_8BIT, SMALLEST_PAGED, bitsandbytes_states
 from hfopt.model.losses import CASTS_ONCE, REFERENCE
 from hfopt.schema import StepSettings
 from hfopt.trace.tracer import TraceSession

@@ -11,7 +11,7 @@ from hfopt.config.other_tools import hub_id
 from hfopt.config.read_job import load_bytes
 from hfopt.config.translation import AccelerateFile, launched_by, read_accelerate_file
 from hfopt.errors import ConfigError
-from hfopt.planner.request import Request, launched
+from hfopt.job.request import Request, launched
 from hfopt.schema import TrainJob
 
 HEAD = "compute_environment: LOCAL_MACHINE\nmachine_rank: 0\nnum_machines: 1\nnum_processes: 8\n"

@@ -12,7 +12,7 @@ import transformers
 from hfopt.memory.allocator import AllocatorOptions
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import BatchInputs
-from hfopt.planner.pricing import Pricing
+from hfopt.pricing.candidate_prices import Pricing
 from hfopt.schema import BatchShape, Candidate, StepSettings, Workload
 from hfopt.speed.step_time import RankTraffic
 from hfopt.units import GIB, MIB

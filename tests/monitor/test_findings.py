@@ -10,7 +10,7 @@ from watched import card, facts, spread, window
 
 from hfopt.monitor.diagnose import Judge
 from hfopt.monitor.fault_guard import Faults
-from hfopt.monitor.journal import Journal
+from hfopt.monitor.log import Journal
 
 ILL, WELL = window(times={"data_wait_s": 60.0}), window()
 

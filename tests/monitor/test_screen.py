@@ -14,7 +14,7 @@ from hfopt.errors import LogError
 from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.monitor.history import newest_run
 from hfopt.monitor.host_usage import HostProbe, queued_s
-from hfopt.monitor.journal import LIVE
+from hfopt.monitor.log import LIVE
 from hfopt.monitor.screen import lines, live_html
 
 

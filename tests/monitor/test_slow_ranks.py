@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfopt.monitor.journal import RankFile, lags, lags_of_notes, read_notes
+from hfopt.monitor.log import RankFile, lags, lags_of_notes, read_notes
 
 STEP_S = 0.5
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hfopt.compat import quietly
+from hfopt.job.request import Request
 from hfopt.planner.memory_table import memory_table, read_subject
-from hfopt.planner.request import Request
 from hfopt.schema import MemoryPeak
 
 LLAMA: dict[str, Any] = {  # large enough that a segment of 2 MiB is less than 1 %

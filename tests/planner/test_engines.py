@@ -14,10 +14,10 @@ from versions import needs_5
 
 from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError, NothingFits
+from hfopt.job.subject import Subject, from_file
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.engines import block_classes, engine_args, engine_of, named_engine, plan_devices
-from hfopt.planner.request import Subject, from_file
 from hfopt.schema import StepSettings, Workload
 
 CARD = "GeForce RTX 3060"

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.planner.search import TIE, budget_bytes, rank, split
+from hfopt.planner.search import TIE, rank, split
 from hfopt.planner.space import Space, candidates
+from hfopt.pricing.target_device import budget_bytes
 from hfopt.schema import Candidate, Checkpointing, StepTime
 
 

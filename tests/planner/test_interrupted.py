@@ -16,7 +16,7 @@ from hfopt.errors import NothingFits
 from hfopt.hardware.detect import named
 from hfopt.memory import trace_store
 from hfopt.planner import Request, plan
-from hfopt.planner.first_answer import first_answer
+from hfopt.pricing.first_answer import first_answer
 from hfopt.schema import DataSpec, Lora, ModelSpec
 
 

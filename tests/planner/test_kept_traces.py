@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hfopt.errors import NothingFits, WorkloadError
+from hfopt.job import subject as request
 from hfopt.memory import trace_store
-from hfopt.planner import Plan, Request, plan, request
+from hfopt.planner import Plan, Request, plan
 from hfopt.planner.comparison import compare_cards
 from hfopt.planner.memory_table import memory_table, read_subject
 from hfopt.schema.outputs import CardRank

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hfopt.hardware import catalog
+from hfopt.job.subject import Subject, from_file
 from hfopt.planner import Request
 from hfopt.planner.choices import attention_choices, attention_note, liger_choices, liger_note, runs_liger
-from hfopt.planner.request import Subject, from_file
 
 LLAMA = {
     "model_type": "llama",

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from hfopt.errors import NothingFits, WorkloadError
+from hfopt.job.subject import from_file
 from hfopt.memory import rough_estimate
 from hfopt.planner import Request, nothing_fits, plan
 from hfopt.planner.choices import current_candidate
 from hfopt.planner.nothing_fits import Rescue, _larger_card
 from hfopt.planner.remedies import SHORTEST_SHARE, MemoryRemedy, remedies, together
-from hfopt.planner.request import from_file
-from hfopt.planner.target import device_of
+from hfopt.pricing.target_device import device_of
 from hfopt.schema import Checkpointing, StepSettings
 from hfopt.units import GIB
 

@@ -17,7 +17,7 @@ from hfopt.errors import ConfigError
 from hfopt.facts.training_keys import as_spelled
 from hfopt.planner import comparison, memory_table
 from hfopt.planner.result import Plan
-from hfopt.planner.target import link_of
+from hfopt.pricing.target_device import link_of
 from hfopt.schema import (
     BatchShape,
     Change,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hfopt.trace.cuda_allocations import efficient_forward, flash_backward
-from hfopt.trace.cuda_attention import Attention
+from hfopt.trace.cuda_choices import Attention
 from hfopt.trace.kernel_sizes import Formula, Kernels, efficient_tile
 
 

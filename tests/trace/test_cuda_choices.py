@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hfopt.trace.cuda_autocast import cuda_rules
+from hfopt.trace.cuda_choices import cuda_rules
 
 HALF, WHOLE = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
 

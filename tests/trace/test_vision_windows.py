@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, StepSettings
-from hfopt.trace import cuda_attention
+from hfopt.trace import cuda_choices as cuda_attention
 from hfopt.trace.fake_tensors import FastFake
 
 FAMILIES = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "tiny_families.json").read_text())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.planner.grpo import Writing
+from hfopt.pricing.grpo import Writing
 
 WRITE = """
 import warnings

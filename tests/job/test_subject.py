@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from hfopt.errors import ConfigError
-from hfopt.planner import request
+from hfopt.job import subject as request
+from hfopt.job.request import Request
+from hfopt.job.subject import from_file
 from hfopt.planner.comparison import compare_cards
-from hfopt.planner.request import Request, from_file
 from hfopt.planner.trials import where_to_try
 
 

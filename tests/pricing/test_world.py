@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hfopt.hardware.detect import named
-from hfopt.planner.target import link_of
+from hfopt.pricing.target_device import link_of
 from hfopt.schema import Hardware
 
 

@@ -11,9 +11,10 @@ import yaml
 
 from hfopt import plan
 from hfopt.errors import NothingFits
-from hfopt.planner.evaluation_choice import read_evaluation
-from hfopt.planner.request import Request, from_file
+from hfopt.job.request import Request
+from hfopt.job.subject import from_file
 from hfopt.planner.result import Plan
+from hfopt.pricing.evaluation_choice import read_evaluation
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 20000, "n_positions": 256}
 BASE = {

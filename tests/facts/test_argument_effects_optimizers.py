@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.config.settings import step_settings, trainer_settings
-from hfopt.facts.optimizer_states import bitsandbytes_states, stand_in
+from hfopt.facts.argument_effects import bitsandbytes_states, stand_in
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "rmsprop", "sgd", "adafactor", "galore_adamw"])

@@ -1,12 +1,7 @@
-"""The device that is planned for, and what the other devices of its world mean for it.
+"""How fast the device and its host are taken to be: by the tables, as calibrated here, or for a host that the user names.
 
-What the other devices mean for one of them: the engine that shares the model, the bytes it sends, the link they go over. Volumes per
-device, for P parameters and G trained ones in the dtype they are sent in, over N ranks (a ring sends (N-1)/N of each): DDP 2·G per step
-(all-reduce). FSDP2 and ZeRO-3 gather P in forward and again in backward and scatter G, in every micro-batch; without resharding after the
-forward, P once. ZeRO-2 scatters G in every micro-batch and gathers G's weights once per step. Several nodes form one ring: its slowest link
-is the network of a node, which all its cards share in turn.
-
-The device that is planned for: its speed, what may be used of its memory, and what can be tried on it.
+`--host` takes what is known of the machine the run will be on, separated by commas: its cores (`16cores`), what it needs to launch a
+kernel in the forward (`30us`), or the JSON that `hfopt calibrate` wrote there, which says both.
 """
 
 from __future__ import annotations
@@ -16,19 +11,51 @@ from dataclasses import dataclass, replace
 
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
+from hfopt.job.request import NamedHost, Progress, Request, named_host
+from hfopt.job.subject import Subject, workload_of
 from hfopt.memory.trace_store import TraceStore
 from hfopt.model.stored_workload import facts_of
-from hfopt.planner.compiled import compiler_of, run_steps
-from hfopt.planner.device_figures import device_figures, named_host
-from hfopt.planner.grpo import ColocatedVllm, colocated_vllm, room_beside
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Progress, Request, Subject, workload_of
-from hfopt.planner.search import budget_bytes
-from hfopt.planner.trace_ahead import Estimator
-from hfopt.schema import Gpu, Hardware, Sharding, StepSettings
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.compiled import compiler_of, run_steps
+from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
+from hfopt.pricing.trace_ahead import Estimator
+from hfopt.schema import Gpu, Hardware, Host, Sharding, StepSettings
+from hfopt.speed.calibration import calibrated, for_device, scaled
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
 from hfopt.store import default_store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceFigures:
+    speed: Speed
+    launches: str  # whose host the launches were priced for; "" on a CPU, which launches nothing
+    notes: tuple[str, ...] = ()
+    calibrated: str | None = None  # the day on which this device was measured
+
+
+def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, *, threads: int | None = None) -> DeviceFigures:
+    """The table's figures, replaced by what was measured on this device and by what is known of the host."""
+    made, remark = for_device(gpu, host, threads=threads)
+    speed = table if made is None else calibrated(table, made)
+    notes = [remark] if remark else []
+    if made is not None:
+        notes.append(f"speeds of {made.device} {made.words}")
+    day = None if made is None else made.date
+    if gpu is None:
+        return DeviceFigures(speed=speed, launches="", notes=tuple(notes), calibrated=day)
+    whose = "a server's CPU" if made is None or made.launch_scale is None else "this host as calibrated"
+    if named.launch_scale is not None:
+        speed, whose = replace(speed, host=scaled(table.host, named.launch_scale)), f"the host of {named.source}"
+    elif named.source is not None:
+        notes.append(
+            f"--host {named.source} holds no cost of a launch (no card was measured there): its cores are used, the launches are not"
+        )
+    if named.launch_s is not None:
+        speed, whose = replace(speed, host=scaled(table.host, named.launch_s / table.host.forward_s)), "the host as named"
+    launches = f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)"
+    return DeviceFigures(speed=speed, launches=launches, notes=tuple(notes), calibrated=day)
+
 
 NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
@@ -229,3 +256,10 @@ def _stand_in(gpu: Gpu) -> tuple[Speed, str]:
     speed = speed_of(nearest)
     assert speed is not None, "every card of the catalog has its peaks"
     return replace(speed, name=gpu.name), f"the speed of {gpu.name} is not known: rates are those of {nearest.name}, for the order only"
+
+
+def budget_bytes(free_bytes: int, headroom: float) -> int:
+    """What may be planned with: the free memory less a share kept for what no estimate sees (longer samples, other processes)."""
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom is a share between 0 and 1, not {headroom}")
+    return int(free_bytes * (1 - headroom))

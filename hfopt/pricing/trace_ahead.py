@@ -23,6 +23,7 @@ from hfopt.schema import StepSettings, Workload
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
+
 _LOOK_S = 0.5
 _PATIENCE_S = 10.0
 Estimator = Callable[[Workload, StepSettings], Estimate]

@@ -12,8 +12,8 @@ import torch
 
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import Estimate
-from hfopt.planner import trace_ahead
-from hfopt.planner.trace_ahead import Ahead
+from hfopt.pricing import trace_ahead
+from hfopt.pricing.trace_ahead import Ahead
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 PLAIN = StepSettings()

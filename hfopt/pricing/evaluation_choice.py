@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import NothingFits, TraceError
+from hfopt.job.subject import Subject
 from hfopt.memory.trace_store import kept_evaluation
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Subject
+from hfopt.pricing.candidate_prices import Pricing
 from hfopt.schema import (
     GENERATING,
     Assumption,
@@ -34,6 +34,7 @@ from hfopt.units import format_bytes
 if TYPE_CHECKING:
     from hfopt.memory.curve import MemoryCurve
     from hfopt.memory.evaluation_curve import EvaluationCurve
+
 
 BATCH = EVALUATION_BATCH
 STEPS = "eval_accumulation_steps"

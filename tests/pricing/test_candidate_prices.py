@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from hfopt.planner.pricing import Pricing
+from hfopt.pricing.candidate_prices import Pricing
 from hfopt.schema import BatchShape, Candidate, StepSettings, Workload
 from hfopt.speed.step_time import RankTraffic
 from hfopt.units import GIB

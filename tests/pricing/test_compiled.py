@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 
 from hfopt.errors import DryRunError
-from hfopt.planner import compiled
+from hfopt.job.request import Request
+from hfopt.job.subject import Subject, from_file
 from hfopt.planner.choices import compile_choices
-from hfopt.planner.compiled import compile_note, compile_reason, compiler_of, over_the_run, run_steps, why_not_compiled
-from hfopt.planner.pricing import Pricing
-from hfopt.planner.request import Request, Subject, from_file
+from hfopt.pricing import compiled
+from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.compiled import compile_note, compile_reason, compiler_of, over_the_run, run_steps, why_not_compiled
 from hfopt.schema import Candidate, CompiledStep, Gpu, StepSettings, StepTime
 from hfopt.speed.step_time import RankTraffic
 from hfopt.units import GIB

@@ -15,11 +15,12 @@ from datasets import Dataset
 from made_jobs import made_job
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hfopt.planner.data_feed import Feeding
-from hfopt.planner.grpo import batch_rule
-from hfopt.planner.live import from_live
-from hfopt.planner.request import Request, Subject
+from hfopt.job.live_trainer import from_live
+from hfopt.job.request import Request
+from hfopt.job.subject import Subject
 from hfopt.planner.space import Space, micro_batches
+from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.grpo import batch_rule
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 
 QUIET = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
@@ -125,7 +126,7 @@ def test_a_live_grpo_trainer_is_traced_on_what_it_will_generate(tiny: Path, tmp_
 
 @pytest.mark.parametrize(("version", "multiple"), [("0.15.2", 8), ("0.16.0", 1), ("1.16.0", 1), (None, 1)])
 def test_before_trl_0_16_a_batch_holds_whole_groups(version: str | None, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("hfopt.compat.versions", "hfopt.planner.grpo"):
+    for place in ("hfopt.compat.versions", "hfopt.pricing.grpo"):
         monkeypatch.setattr(f"{place}.package_version", lambda name: version)
     assert batch_rule(grpo_job()).multiple == multiple
     assert batch_rule(grpo_job(num_generations=4)).multiple == (4 if multiple > 1 else 1)

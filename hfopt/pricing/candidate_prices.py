@@ -16,8 +16,8 @@ from hfopt.memory.rough_estimate import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
-from hfopt.planner.compiled import Compiler, over_the_run
-from hfopt.planner.trace_ahead import Ahead, Estimator
+from hfopt.pricing.compiled import Compiler, over_the_run
+from hfopt.pricing.trace_ahead import Ahead, Estimator
 from hfopt.probe.compiled_step import CAPTURED, STEPS
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed

@@ -7,8 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hfopt.job.subject import Subject
 from hfopt.model.stored_workload import sample_of
-from hfopt.planner.request import Subject
 from hfopt.schema import BatchShape, Candidate, Chosen, Host, LoaderPlan, MemoryPeak, StepTime
 from hfopt.speed.dataloader import WAITING, Demand, SampleCost, fed, measure_cost, plan_loader, typical_cost
 

@@ -12,10 +12,10 @@ from made_jobs import made_job
 
 from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError, NothingFits, WorkloadError
+from hfopt.job.subject import Subject
 from hfopt.model import samples
 from hfopt.model.from_config import from_spec
-from hfopt.planner.grpo import check_generation, check_groups, completions_at_once, writing_of
-from hfopt.planner.request import Subject
+from hfopt.pricing.grpo import check_generation, check_groups, completions_at_once, writing_of
 from hfopt.schema import Breakdown, DataSpec, MemoryPeak, ModelSpec
 from hfopt.units import MIB
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hfopt.job import live_trainer as live
+from hfopt.job.live_trainer import data_parallel_world, kept_keys, live_hardware
+from hfopt.job.request import Request
 from hfopt.launch import apply_plan
 from hfopt.memory.step_memory import context_bytes
-from hfopt.planner import live
-from hfopt.planner.live import data_parallel_world, kept_keys, live_hardware
-from hfopt.planner.request import Request
 from hfopt.schema import Gpu, Hardware, Host
 from hfopt.units import GIB
 

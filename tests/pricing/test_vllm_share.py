@@ -17,7 +17,10 @@ from hfopt.config.settings import with_raw
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import trl_default
 from hfopt.hardware.detect import named
-from hfopt.planner.grpo import (
+from hfopt.job.request import Request
+from hfopt.planner.memory_table import memory_table, read_subject
+from hfopt.planner.result import Plan
+from hfopt.pricing.grpo import (
     SHARE,
     SLEEP,
     advice_when_short,
@@ -28,9 +31,6 @@ from hfopt.planner.grpo import (
     room_beside,
     steps_change,
 )
-from hfopt.planner.memory_table import memory_table, read_subject
-from hfopt.planner.request import Request
-from hfopt.planner.result import Plan
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 from hfopt.units import GIB
 

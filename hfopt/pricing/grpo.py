@@ -27,11 +27,10 @@ from dataclasses import dataclass
 from hfopt.compat.versions import is_at_least, package_version
 from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import ConfigError, NothingFits
+from hfopt.job.subject import Subject
 from hfopt.model.stored_workload import facts_of
-from hfopt.planner.request import Subject
-from hfopt.planner.space import divisors
 from hfopt.schema import GENERATING, Assumption, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
-from hfopt.units import GIB, MIB, format_bytes
+from hfopt.units import GIB, MIB, divisors, format_bytes
 
 STEPS = "steps_per_generation"
 
@@ -279,9 +278,6 @@ def advice_when_short(vllm: ColocatedVllm, subject: Subject, *, needed_bytes: in
         yield f"a smaller share for vLLM: leaves {format_bytes(room - int(share * whole))} for training ({SHARE}: {share:g})"
     yield f"vLLM asleep while the model trains: leaves {format_bytes(room)} for training ({SLEEP}: true)"
     yield f"vLLM on another card: leaves {format_bytes(room)} for training ({MODE}: server)"
-
-
-# ------------------------------------------------------------------------------------------------- the phases
 
 
 def phases(vllm: ColocatedVllm, subject: Subject, peak: MemoryPeak) -> tuple[MemoryPhase, ...]:

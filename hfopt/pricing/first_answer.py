@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hfopt.compat.versions import is_at_least
-from hfopt.facts.optimizer_states import TORCH_ADAM
+from hfopt.facts.argument_effects import TORCH_ADAM
 from hfopt.memory.counted_step import block_sizes, most_bytes
 from hfopt.model.known_models import Architecture, find
-from hfopt.planner.search import budget_bytes
+from hfopt.pricing.target_device import budget_bytes
 from hfopt.schema import BatchShape, ConfigFacts, Hardware, MemoryPeak, ModelSpec, TrainJob, Workload
 from hfopt.units import format_bytes
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hfopt.errors import DryRunError, VirtualGpuError
+from hfopt.job.subject import Subject
 from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import kept_compiled
-from hfopt.planner.request import Subject
 from hfopt.probe.compiled_step import STEPS, compiled_step, why_not
 from hfopt.schema import CompiledStep, Gpu, StepSettings, StepTime, Workload
 from hfopt.units import format_seconds
