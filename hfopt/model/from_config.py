@@ -37,7 +37,7 @@ from hfopt.model.sample_shape import Reading, size_batch
 from hfopt.model.sources import ConfigSource, is_reference, source_of, stated_model
 from hfopt.model.trl_trainer import carried_trainer, trl_classes, trl_loss
 from hfopt.model.trl_workload import PICTURED, Pictured, cut_images, in_one_row, trl_batches, trl_notes, trl_setup
-from hfopt.schema import GENERATING, Assumption, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
+from hfopt.schema import GENERATING, Assumption, ConfigFacts, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload
 
 _NO_TRL = "no TRL with this trainer is installed here: its loss is traced by a rule with whole logits, which may take more memory"
 _NO_PICTURES = "TRL's {}Trainer on images is traced by a rule with whole logits, which may take more memory"
@@ -190,6 +190,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         checkpointable=facts.checkpointable,
         batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
         config=config,
+        facts=ConfigFacts.of(config),
         weights_dtype=dtype_name(weights_dtype(model, config)),
         checkpoint_dtype=checkpoint_dtype(config),
         lengths=_spread(data, sized.shape.length),

@@ -34,7 +34,7 @@ from hfopt.model.samples import (
     same_random_state,
     token_count,
 )
-from hfopt.schema import Assumption, BatchShape, DataSpec, LengthSpread, Task, Workload
+from hfopt.schema import Assumption, BatchShape, ConfigFacts, DataSpec, LengthSpread, Task, Workload
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"
 
@@ -155,6 +155,7 @@ def from_trainer(trainer: Any) -> Workload:
         checkpointable=bool(getattr(base, "supports_gradient_checkpointing", False)),
         batch_dependent_loss=_known_dependence(trainer) or why_batch_dependent(copies.template, task, accepted_inputs(type(base))),
         config=getattr(base, "config", None),
+        facts=ConfigFacts.of(getattr(base, "config", None)),
         weights_dtype=_weights_dtype(model),
         checkpoint_dtype=checkpoint_dtype(getattr(base, "config", None)),
         lengths=lengths,

@@ -19,45 +19,15 @@ from hfopt.schema import Assumption, BatchShape, ConfigFacts, LengthSpread, Trai
 from hfopt.store import NotPlainError, Store, from_json, to_json
 
 
-def facts_of(workload: Workload) -> ConfigFacts:
-    return workload.facts or read_facts(workload)
-
-
 def whole(workload: Workload) -> Workload:
     """The workload with its model: built now where only its facts were kept."""
     return workload if workload.remake is None else workload.remake()
 
 
-def read_facts(workload: Workload) -> ConfigFacts:
-    """Off the model's configuration, where it has one. Of a sample nothing is said: `sample_facts` does."""
-    config = workload.config
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    inner: Any = getattr(config, "text_config", None) or config
-    hidden = getattr(inner, "hidden_size", None) or max(getattr(inner, "hidden_sizes", None) or [0])
-    model_type = getattr(config, "model_type", None)
-    return ConfigFacts(
-        model_type=model_type if isinstance(model_type, str) else None,
-        hidden_size=int(hidden) or None,
-        layers=_whole_number(text, "num_hidden_layers"),
-        heads=_whole_number(text, "num_attention_heads"),
-        key_value_heads=_whole_number(text, "num_key_value_heads"),
-        head_size=_whole_number(text, "head_dim"),
-        width=_whole_number(text, "hidden_size"),
-        vocabulary=_whole_number(text, "vocab_size"),
-        tied_head=bool(getattr(text, "tie_word_embeddings", False)),
-    )
-
-
-def _whole_number(config: Any, name: str) -> int | None:
-    value = getattr(config, name, None)
-    return value if isinstance(value, int) else None
-
-
 def sample_of(workload: Workload) -> tuple[int, bool]:
     """The same as `sample_facts`, kept or read off a batch of one."""
-    facts = workload.facts
-    if facts is not None and facts.sample_bytes is not None:
-        return facts.sample_bytes, facts.spectrogram
+    if workload.facts.sample_bytes is not None:
+        return workload.facts.sample_bytes, workload.facts.spectrogram
     return sample_facts(workload.make_batch(1))
 
 
@@ -128,7 +98,7 @@ def kept_workload(job: TrainJob, build: Build, store: Store | None, *, before_bu
     before_building()
     made = replace(build(job), key=key)
     size, spectrogram = sample_facts(made.make_batch(1))
-    made = replace(made, facts=replace(read_facts(made), sample_bytes=size, spectrogram=spectrogram))
+    made = replace(made, facts=replace(made.facts, sample_bytes=size, spectrogram=spectrogram))
     if store is not None:
         _write(store, made)
     return made

@@ -12,19 +12,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from hfopt.errors import NothingFits
+from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, from_file, workload_of
-from hfopt.memory.kept_replays import replays_kept
-from hfopt.memory.trace_store import TraceStore, before_tracing
+from hfopt.memory.trace_store import before_tracing
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
@@ -38,10 +37,9 @@ from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.data_feed import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
 from hfopt.pricing.first_answer import counted_workload, first_answer, kept_answer
-from hfopt.pricing.target_device import device_of
-from hfopt.pricing.trace_ahead import Ahead, Estimator
-from hfopt.schema import Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
-from hfopt.store import default_store
+from hfopt.pricing.target_device import TargetDevice, device_of
+from hfopt.pricing.trace_ahead import Estimator, kept_traces
+from hfopt.schema import Assumption, Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
 OwnPrice = Callable[[MemoryPeak, int, bool], None]  # memory, what may be used of the device, whether it fits
@@ -81,9 +79,8 @@ def make_plan(
             progress("importing torch and transformers")
         tryout.start()
 
-    ahead = Ahead(TraceStore(default_store())) if estimator is None and request.own_process else None
-    with Tryout(progress, asked=request.dry_run) as tryout, before_tracing(begin), closing(ahead) if ahead else nullcontext():
-        estimator = estimator or ahead or TraceStore(default_store())
+    traces = nullcontext(estimator) if estimator is not None else kept_traces(ahead=request.own_process)
+    with Tryout(progress, asked=request.dry_run) as tryout, before_tracing(begin), traces as estimator:
         if isinstance(source, (str, PathLike)):
             subject = from_file(Path(source), request, known=known)
         else:
@@ -92,10 +89,19 @@ def make_plan(
             subject = from_live(source, request)
         read_s = time.perf_counter() - started
         ask = partial(plan_subject, request=request, progress=progress, estimator=estimator, run=tryout, priced=priced)
-        made = plan_devices(subject, request, ask)
+        made = _on_its_devices(subject, request, ask)
     if tryout.note is not None:
         made = replace(made, facts=replace(made.facts, notes=(*made.facts.notes, tryout.note)))
     return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
+
+
+def _on_its_devices(subject: Subject, request: Request, plan_one: Callable[[Subject], Plan]) -> Plan:
+    """With one device, or for a process group that is already up, the config's own engine; else the one that suits."""
+    if subject.job.world_size > 1 and subject.loaded is not None:
+        return plan_devices(subject, request, plan_one)
+    if request.engine is not None and subject.job.world_size == 1:
+        raise ConfigError(f"--engine {request.engine} is for several devices", hint="say how many with --num-gpus")
+    return plan_one(subject)
 
 
 def plan_subject(
@@ -109,23 +115,29 @@ def plan_subject(
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator. `priced` hears what the config takes as
     it is."""
-    with replays_kept(subject.workload.key, subject.workload.name):
-        return _plan_subject(subject, request, progress, estimator, run, priced)
+    assumed, device = subject.assumed, device_of(subject, request)
+    with device.pricing(subject, estimator, progress) as pricing:
+        made = _planned(subject, request, assumed, device, pricing, run, priced)
+    if made is not None:
+        return made
+    return plan_subject(
+        replace(subject, workload=whole(subject.workload)), request, progress=progress, estimator=estimator, run=run, priced=priced
+    )
 
 
-def _plan_subject(
+def _planned(
     subject: Subject,
     request: Request,
-    progress: Progress,
-    estimator: Estimator | None,
+    assumed: tuple[Assumption, ...],
+    device: TargetDevice,
+    pricing: Pricing,
     run: Callable[[Candidate, EvaluationPeak | None], Trial | None],
     priced: OwnPrice,
-) -> Plan:
-    device = device_of(subject, request)
+) -> Plan | None:
+    """None where the model was only counted, and it may fit after all: to be asked again with the model itself."""
     current = current_candidate(subject)
     allowed = precisions_of(subject, device, current)
     space = space_of(subject, request, device, allowed, current)
-    pricing = device.pricing(subject, estimator, progress)
 
     pool = candidates(space)
     pricing.most_traces = len({pricing.settings(candidate) for candidate in pool})
@@ -133,13 +145,13 @@ def _plan_subject(
     rescue = Rescue(subject=subject, device=device, pricing=pricing, pool=pool)
     if rescue.hopeless():
         raise rescue.error()
-    if subject.workload.blocks is not None:  # counted, and it may fit after all: now with the model itself
-        return _plan_subject(replace(subject, workload=whole(subject.workload)), request, progress, estimator, run, priced)
+    if subject.workload.blocks is not None:
+        return None
     pricing.expect(likely(pool, device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     before = pricing.memory(current), pricing.fits(current)
     priced(before[0], device.budget_bytes, before[1])
-    search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=progress)
+    search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=pricing.progress)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
 
     def searched() -> SearchResult:
@@ -159,6 +171,7 @@ def _plan_subject(
     course = PlanningOutcome(
         subject=subject,
         request=request,
+        assumed=assumed,
         device=device,
         space=space,
         allowed=allowed,

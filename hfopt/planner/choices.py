@@ -20,10 +20,9 @@ from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import CHECKPOINTING_KEYS, PRECISION_KEYS, installed
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
-from hfopt.model.stored_workload import facts_of
 from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.pricing.compiled import COMPILE, why_not_compiled
-from hfopt.pricing.grpo import batch_rule, check_groups
+from hfopt.pricing.grpo import BatchRule, batch_rule, check_groups
 from hfopt.pricing.target_device import TargetDevice
 from hfopt.schema import Candidate, Checkpointing, Gpu
 
@@ -97,7 +96,7 @@ def compile_choices(subject: Subject, allowed: frozenset[str], gpu: Gpu | None) 
 
 def why_no_liger(subject: Subject) -> str | None:
     workload = subject.workload
-    model_type = facts_of(workload).model_type
+    model_type = workload.facts.model_type
     if workload.task != "causal_lm" or workload.compute_loss is not None:
         return "its fused loss is for causal language models with their own loss"
     if model_type not in _liger_types():
@@ -147,7 +146,7 @@ def liger_note(subject: Subject) -> tuple[str, ...]:
         return ()
     if (why_not := why_no_liger(subject)) is not None:
         return (f"{LIGER}: true is set; what it saves is not in the figures ({why_not}), so there is more room than they say",)
-    experts = ", not of its experts" if (facts_of(subject.workload).model_type or "") in _EXPERTS else ""
+    experts = ", not of its experts" if (subject.workload.facts.model_type or "") in _EXPERTS else ""
     return (f"{LIGER}: true is in the figures: its fused loss, norms, rotary embedding and gated units{experts}",)
 
 
@@ -177,8 +176,10 @@ def space_of(subject: Subject, request: Request, device: TargetDevice, allowed: 
     kept = job.fixed
     effective = request.effective_batch or job.effective_batch
     trades = "accumulation" in request.allow or effective != job.effective_batch
-    check_groups(job, effective)
-    rule = batch_rule(job)
+    rule = BatchRule()
+    if job.generates:
+        check_groups(job, effective)
+        rule = batch_rule(job)
     pinned = not trades and (workload.batch_dependent_loss is not None or rule.keeps_pair)
     fused = "optim" in request.allow and "optim" not in kept and job.settings.optim == "adamw_torch"
     return Space(

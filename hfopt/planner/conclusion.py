@@ -9,14 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hfopt.compat.versions import torch_build
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
 from hfopt.facts.training_keys import CHECKPOINTING_KWARGS, NEW_SPELLINGS
-from hfopt.hardware.installed_software import missing_kernels
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
-from hfopt.model.stored_workload import facts_of
 from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.choices import attention_choices, attention_note, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.memory_table import charts
@@ -124,6 +121,7 @@ class PlanningOutcome:
 
     subject: Subject
     request: Request
+    assumed: tuple[Assumption, ...]  # of the job itself
     device: TargetDevice
     space: Space
     allowed: Precisions
@@ -218,7 +216,7 @@ def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Ch
         effective_batch=course.space.effective_batch,
         budget_bytes=course.device.budget_bytes,
         device=course.device.name,
-        further=(*steps_change(job, winner.per_device_batch), *evaluation),
+        further=(*(steps_change(job, winner.per_device_batch) if job.generates else ()), *evaluation),
         learning_rate=_learning_rate(course),
         compiling=_compiling(course),
         ruled_out=dict(course.allowed.ruled_out).get(course.current.precision),
@@ -252,15 +250,14 @@ def _assumed(course: PlanningOutcome) -> tuple[Assumption, ...]:
     """The picture of the job, of vLLM beside it and of its evaluation."""
     vllm, evaluation = course.device.vllm, course.evaluation
     beside = () if vllm is None else vllm.assumed
-    return (*course.subject.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
+    return (*course.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
     fault = course.allowed.fault
     wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
-    kernels = missing_kernels(course.device.gpu, torch_build())
     overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
-    return (*wrong, *(() if kernels is None else (str(kernels),)), *_growing(course), *course.subject.warnings, *overflow)
+    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow)
 
 
 _GUESSED_SIZES = ("length", "prompt length", "audio", "image")
@@ -268,7 +265,7 @@ _GUESSED_SIZES = ("length", "prompt length", "audio", "image")
 
 def _risen_on_a_guess(course: PlanningOutcome, before: MemoryPeak, after: MemoryPeak) -> tuple[str, ...]:
     """What a sample is like is not stated, and more memory is taken because of what was put in its place."""
-    guesses = [one for one in course.subject.assumed if one.what in _GUESSED_SIZES and one.guessed]
+    guesses = [one for one in course.assumed if one.what in _GUESSED_SIZES and one.guessed]
     if not guesses or after.device_bytes < _RISEN * before.device_bytes:
         return ()
     words = " and ".join(f"{one.what} {one.value} ({one.settle})" for one in guesses)
@@ -286,8 +283,10 @@ def _growing(course: PlanningOutcome) -> tuple[str, ...]:
     subject, winner = course.subject, course.result.winner[0]
     known, live = course.neutrality, subject.trainer is not None
     traded = winner.accumulation != subject.job.accumulation
+    if winner.accumulation < 2 or (live and traded):  # a live run that is traded is repaired
+        return ()
     faulty = known.fixable and not known.neutral if known is not None else not live and grows_by_rule(subject)
-    if winner.accumulation < 2 or not faulty or (live and traded):  # a live run that is traded is repaired
+    if not faulty:
         return ()
     so = "; traded as --allow accumulation asks: start it with `hfopt run`, which divides" if traded else ""
     return (f"{words(subject.workload.model_class, winner.accumulation)}{so}",)
@@ -295,7 +294,7 @@ def _growing(course: PlanningOutcome) -> tuple[str, ...]:
 
 def grows_by_rule(subject: Subject) -> bool:
     """By the rule: the plain Trainer with the model's own loss."""
-    model_type = facts_of(subject.workload).model_type
+    model_type = subject.workload.facts.model_type
     plain = subject.job.trainer in ("Trainer", "Seq2SeqTrainer") and not subject.job.settings.label_smoothing
     return plain and model_type is not None and grows_with_accumulation(model_type, subject.workload.model_class) is True
 
@@ -320,11 +319,12 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     subject, request = course.subject, course.request
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
-    yield from compile_note(subject, course.device.gpu)
-    yield from batch_rule(subject.job).notes
+    if subject.job.settings.torch_compile:
+        yield from compile_note(subject, course.device.gpu)
     yield from _shapes(course)
     yield from subject.workload.notes
-    yield from _generation(course)
+    if subject.job.generates:
+        yield from _generation(course)
     yield from course.evaluation.notes if course.evaluation is not None else ()
     yield from course.pricing.estimate(course.result.winner[0]).notes
     gpu, allowed = course.device.gpu, request.allow
@@ -346,6 +346,7 @@ def _generation(course: PlanningOutcome) -> Iterator[str]:
     device, workload = course.device, course.subject.workload
     winner, dtype = course.result.winner[0], workload.weights_dtype
     peak = course.pricing.memory(winner)
+    yield from batch_rule(course.subject.job).notes
     yield from evaluation_notes(course.subject, winner.per_device_batch)
     yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
     if device.vllm is not None and device.gpu is not None:

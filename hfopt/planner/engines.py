@@ -157,11 +157,7 @@ TIE = 0.02  # engines this close are equal; the earlier one in the list asks les
 
 
 def plan_devices(subject: Subject, request: Request, plan_one: PlanOne) -> Plan:
-    """The plan with the engine that suits; with one device, or for a process group that is already up, the config's own."""
-    if subject.job.world_size < 2 or subject.loaded is None:
-        if request.engine is not None and subject.job.world_size < 2:
-            raise ConfigError(f"--engine {request.engine} is for several devices", hint="say how many with --num-gpus")
-        return plan_one(subject)
+    """The plan with the engine that suits several devices: the one asked for, the config's own, or the cheapest that fits."""
     contest = _Contest(subject=subject, request=request, plan_one=plan_one)
     if request.engine is not None:
         return contest.only(named_engine(request.engine))

@@ -8,10 +8,13 @@ accumulation bounds the one without.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hfopt.memory.allocator import LARGE_SEGMENT, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.kept_replays import replays_kept
 from hfopt.memory.rough_estimate import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
@@ -57,6 +60,17 @@ class Pricing:
     _inputs: BatchInputs | None = field(default=None, init=False)
     _waiting: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _times: dict[Candidate, StepTime] = field(default_factory=dict, init=False)
+    _replays: AbstractContextManager[None] | None = field(default=None, init=False)
+
+    def __enter__(self) -> Pricing:
+        """Until it is left, replays are looked up among those of this job, and what is new is kept."""
+        self._replays = replays_kept(self.workload.key, self.workload.name)
+        self._replays.__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        assert self._replays is not None
+        self._replays.__exit__(*failure)
 
     # ------------------------------------------------------------------------------------------ what the search asks
 
@@ -76,7 +90,8 @@ class Pricing:
     def time(self, candidate: Candidate) -> StepTime:
         if candidate not in self._times:
             found = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
-            self._times[candidate] = over_the_run(found, self.compiled(candidate), self.run_steps)
+            compiled = self.compiled(candidate)
+            self._times[candidate] = found if compiled is None else over_the_run(found, compiled, self.run_steps)
         return self._times[candidate]
 
     def compiled(self, candidate: Candidate) -> CompiledStep | None:
@@ -306,17 +321,17 @@ class Pricing:
     def expect(self, candidates: Sequence[Candidate]) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start([self.traced_as(_eager(self.settings(candidate))) for candidate in candidates])
+            self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates])
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates and settings.torch_compile:
-            eager = self._estimate(_eager(settings))
+            eager = self._estimate(settings.eager)
             assert self.compiler is not None, "settings that compile come from a pricing that can"
-            self.progress(f"compiling {self.workload.name} on the virtual GPU: {_words(settings)}")
+            self.progress(f"compiling {self.workload.name} on the virtual GPU: {settings.words}")
             self._estimates[settings] = self.compiler(self.traced_as(settings)[0], settings, eager)
         elif settings not in self._estimates:
             number = "" if self.most_traces is None else f", trace {len(self._estimates) + 1} of at most {self.most_traces}"
-            self.progress(f"tracing {self.workload.name}: {_words(settings)}{number}")
+            self.progress(f"tracing {self.workload.name}: {settings.words}{number}")
             self._estimates[settings] = self.estimator(*self.traced_as(settings))
         return self._estimates[settings]
 
@@ -380,20 +395,3 @@ class Pricing:
     def _gradient_bytes(self, settings: StepSettings) -> int:
         breakdown = self._estimates[settings].curve.peak(1).breakdown
         return 0 if breakdown is None else max(breakdown.gradients_bytes, self._gradient_share_bytes)
-
-
-def _eager(settings: StepSettings) -> StepSettings:
-    return replace(settings, torch_compile=False, compile_mode="default")
-
-
-def _words(settings: StepSettings) -> str:
-    parts: list[str] = [settings.precision]
-    if settings.checkpointing.on:
-        parts.append(f"checkpointing {settings.checkpointing.which_layers}")
-    if settings.accumulation > 1:
-        parts.append("accumulation")
-    if settings.fused_loss:
-        parts.append("fused loss")
-    if settings.attn_implementation is not None:
-        parts.append(settings.attn_implementation)
-    return ", ".join(parts)

@@ -28,7 +28,6 @@ from hfopt.compat.versions import is_at_least, package_version
 from hfopt.config.settings import EVALUATION_BATCH
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.job.subject import Subject
-from hfopt.model.stored_workload import facts_of
 from hfopt.schema import GENERATING, Assumption, Gpu, MemoryPeak, MemoryPhase, Precision, TrainJob
 from hfopt.units import GIB, MIB, divisors, format_bytes
 
@@ -179,7 +178,7 @@ def _remedy(job: TrainJob, writing: Writing, tokens: int, room_bytes: int) -> st
 
 def writing_of(subject: Subject, *, precision: Precision, dtype: str | None) -> Writing | None:
     """None where the config does not say enough."""
-    facts = facts_of(subject.workload)
+    facts = subject.workload.facts
     if facts.layers is None or facts.heads is None or facts.width is None or facts.vocabulary is None:
         return None
     size = facts.head_size or facts.width // facts.heads

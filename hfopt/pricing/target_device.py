@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from hfopt.compat.versions import torch_build
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
+from hfopt.hardware.installed_software import missing_kernels
 from hfopt.job.request import NamedHost, Progress, Request, named_host
 from hfopt.job.subject import Subject, workload_of
 from hfopt.memory.trace_store import TraceStore
-from hfopt.model.stored_workload import facts_of
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.compiled import compiler_of, run_steps
+from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.pricing.trace_ahead import Estimator
 from hfopt.schema import Gpu, Hardware, Host, Sharding, StepSettings
@@ -78,7 +79,7 @@ def world_of(subject: Subject) -> World:
 
 
 def hidden_size(subject: Subject) -> int | None:
-    return facts_of(subject.workload).hidden_size
+    return subject.workload.facts.hidden_size
 
 
 def weight_bytes(subject: Subject) -> int:
@@ -150,6 +151,8 @@ class TargetDevice:
     vllm: ColocatedVllm | None = None  # on the same card; the budget is what it leaves
     launches: str = ""  # whose host the launches were priced for
     calibrated: str | None = None  # the day on which the device was measured
+    compiler: Compiler | None = None  # None: nothing is compiled, or cannot be
+    warnings: tuple[str, ...] = ()  # why nothing would run on it as things are
 
     def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
         job = subject.job
@@ -162,8 +165,8 @@ class TargetDevice:
             ranks=self.ranks,
             offset_bytes=self.offset_bytes,
             estimator=estimator or TraceStore(default_store()),
-            compiler=compiler_of(subject, self.gpu),
-            run_steps=run_steps(subject),
+            compiler=self.compiler,
+            run_steps=None if self.compiler is None else run_steps(subject),
             with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
             progress=progress,
         )
@@ -193,7 +196,7 @@ def memory_pricing(subject: Subject, request: Request, progress: Progress) -> Pr
         speed=None,
         budget_bytes=budget_bytes(free, request.headroom),
         ranks=world.ranks,
-        compiler=compiler_of(subject, gpu),
+        compiler=compiler_of(subject, gpu) if subject.job.settings.torch_compile else None,
         estimator=TraceStore(default_store()),
         progress=progress,
     )
@@ -227,12 +230,15 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         notes.append(f"{world.ranks.world_size} devices over {words}")
     elif request.link is not None:
         notes.append(f"--link {request.link} changes nothing: one device sends nothing to others")
-    vllm = colocated_vllm(subject.job, gpu, runs_already=subject.trainer is not None and not hardware.hypothetical)
+    vllm = None
+    if subject.job.generates:
+        vllm = colocated_vllm(subject.job, gpu, runs_already=subject.trainer is not None and not hardware.hypothetical)
+    usable, kernels = budget_bytes(free, request.headroom), missing_kernels(gpu, torch_build())
     return TargetDevice(
         gpu=gpu,
         name=gpu.name if gpu is not None else "the CPU",
         speed=speed,
-        budget_bytes=room_beside(vllm, budget_bytes(free, request.headroom), gpu),
+        budget_bytes=usable if vllm is None else room_beside(vllm, usable, gpu),
         base=base,
         ranks=world.ranks,
         offset_bytes=0,
@@ -240,6 +246,8 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         vllm=vllm,
         launches=figures.launches,
         calibrated=figures.calibrated,
+        compiler=compiler_of(subject, gpu) if subject.job.settings.torch_compile or COMPILE in request.allow else None,
+        warnings=() if kernels is None else (str(kernels),),
     )
 
 

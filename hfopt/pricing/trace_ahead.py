@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HfoptError
@@ -19,6 +20,7 @@ from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import TraceStore
 from hfopt.process.child_guard import die_with_parent
 from hfopt.schema import StepSettings, Workload
+from hfopt.store import default_store
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -85,6 +87,17 @@ class Ahead:
         except EOFError:
             made = None
         return made if isinstance(made, Estimate) else None
+
+
+@contextmanager
+def kept_traces(*, ahead: bool) -> Iterator[Estimator]:
+    """Traces as the disk keeps them; `ahead`: a child may trace what will be asked next, which needs a process of our own."""
+    store = TraceStore(default_store())
+    if not ahead:
+        yield store
+        return
+    with closing(Ahead(store)) as estimator:
+        yield estimator
 
 
 def _works(pid: int, receiving: Connection) -> bool:

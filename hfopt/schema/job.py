@@ -180,6 +180,11 @@ class TrainJob:
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
 
     @property
+    def generates(self) -> bool:
+        """Its trainer writes the samples it trains on."""
+        return self.trainer in GENERATING
+
+    @property
     def fixed(self) -> frozenset[str]:
         """What a plan must not change."""
         return self.kept | self.unwritable

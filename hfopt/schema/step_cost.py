@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hfopt.schema.job import Precision
@@ -84,6 +84,24 @@ class StepSettings:
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device
     allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF; None: PyTorch's defaults
+
+    @property
+    def eager(self) -> StepSettings:
+        return replace(self, torch_compile=False, compile_mode="default")
+
+    @property
+    def words(self) -> str:
+        """What tells one trace from another."""
+        parts: list[str] = [self.precision]
+        if self.checkpointing.on:
+            parts.append(f"checkpointing {self.checkpointing.which_layers}")
+        if self.accumulation > 1:
+            parts.append("accumulation")
+        if self.fused_loss:
+            parts.append("fused loss")
+        if self.attn_implementation is not None:
+            parts.append(self.attn_implementation)
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,30 @@ class ConfigFacts:
     sample_bytes: int | None = None  # of one sample's tensors
     spectrogram: bool = False  # sound comes as a picture of its frequencies
 
+    @classmethod
+    def of(cls, config: Any) -> ConfigFacts:
+        """Off a model's configuration, whatever it is; of a sample it says nothing."""
+        text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+        inner: Any = getattr(config, "text_config", None) or config
+        hidden = getattr(inner, "hidden_size", None) or max(getattr(inner, "hidden_sizes", None) or [0])
+        model_type = getattr(config, "model_type", None)
+        return cls(
+            model_type=model_type if isinstance(model_type, str) else None,
+            hidden_size=int(hidden) or None,
+            layers=_whole_number(text, "num_hidden_layers"),
+            heads=_whole_number(text, "num_attention_heads"),
+            key_value_heads=_whole_number(text, "num_key_value_heads"),
+            head_size=_whole_number(text, "head_dim"),
+            width=_whole_number(text, "hidden_size"),
+            vocabulary=_whole_number(text, "vocab_size"),
+            tied_head=bool(getattr(text, "tie_word_embeddings", False)),
+        )
+
+
+def _whole_number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) else None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockSizes:
@@ -111,7 +135,7 @@ class Workload:
     with_layers: Callable[[int], Workload | None] | None = None  # the same with another number of blocks; None: cannot be built so
     assumed: tuple[Assumption, ...] = ()  # what its picture rests on, guesses marked
     notes: tuple[str, ...] = ()
-    facts: ConfigFacts | None = None  # None: they are read off the model when somebody asks (`model.stored_workload`)
+    facts: ConfigFacts = field(default_factory=ConfigFacts)  # of its configuration; empty where it has none
     key: str | None = None  # the same for the same model, data and trainer; None: nothing of it may be kept on disk
     blocks: BlockSizes | None = None  # where its facts were counted instead of read off a model (`memory.counted_step`)
     remake: Callable[[], Workload] | None = field(default=None, compare=False)  # the whole of one whose facts come from the disk

@@ -12,7 +12,7 @@ import torch
 
 from hfopt.config.settings import trainer_settings
 from hfopt.pricing.data_feed import Feeding
-from hfopt.schema import BatchShape, Candidate, Hardware, Host, LoaderPlan, StepTime
+from hfopt.schema import BatchShape, Candidate, ConfigFacts, Hardware, Host, LoaderPlan, StepTime
 
 GIB = 1 << 30
 TWO_CORES = Host(cores=2, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)
@@ -34,7 +34,7 @@ def planned(
 ) -> LoaderPlan:
     """For pictures at 200 samples/s, of which one core makes 238 by the table."""
     shape = BatchShape(kind="image", height=224, width=224)
-    workload = SimpleNamespace(shape=shape, make_batch=lambda n: {"x": torch.zeros(n, 3)}, facts=None)
+    workload = SimpleNamespace(shape=shape, make_batch=lambda n: {"x": torch.zeros(n, 3)}, facts=ConfigFacts())
     job = SimpleNamespace(settings=trainer_settings(args), data=SimpleNamespace(dataset=None), fixed=frozenset())
     hardware = Hardware(gpus=(), host=host, hypothetical=hypothetical)
     subject: Any = SimpleNamespace(
