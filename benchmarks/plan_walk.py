@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import io
 import sys
 from collections import Counter
@@ -52,23 +53,55 @@ class Walk:
         finally:
             self._inside.pop()
 
+    def stepwise(self, module: str) -> Any:
+        """A generator's code runs at each of its steps, and its caller's in between."""
+
+        def decorated(function: Any) -> Any:
+            @functools.wraps(function)
+            def driven(*args: Any, **kwargs: Any) -> Iterator[Any]:
+                inner, send, value = function(*args, **kwargs), None, None
+                while True:
+                    with self(module):
+                        try:
+                            value = inner.send(send) if not isinstance(send, BaseException) else inner.throw(send)
+                        except StopIteration as end:
+                            return end.value
+                    try:
+                        send = yield value
+                    except BaseException as error:  # noqa: BLE001 - handed on to the generator, as Python does
+                        send = error
+
+            return driven
+
+        return decorated
+
 
 class Reporting(ast.NodeTransformer):
-    """Puts `with __walk__(module):` around the body of every function that is no generator."""
+    """Puts `with __walk__(module):` around the body of every function, and around every step of a generator."""
 
     def __init__(self, module: str) -> None:
         self._module = module
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        generates = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in _own_nodes(node))
         self.generic_visit(node)
-        own = [inner for inner in ast.walk(node) if isinstance(inner, (ast.Yield, ast.YieldFrom))]
-        if own:
+        if generates:
+            name = ast.Name("__stepwise__", ast.Load())
+            node.decorator_list.append(ast.Call(name, [ast.Constant(self._module)], []))
             return node
         head = node.body[:1] if ast.get_docstring(node, clean=False) is not None else []
         call = ast.Call(ast.Name("__walk__", ast.Load()), [ast.Constant(self._module)], [])
         rest = node.body[len(head) :] or [ast.Pass()]
         node.body = [*head, ast.With([ast.withitem(call)], rest)]
         return node
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function, without those of functions inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.Lambda, ast.AsyncFunctionDef)):
+            yield child
+            yield from _own_nodes(child)
 
 
 class _Loader(SourceFileLoader):
@@ -86,6 +119,7 @@ class _Loader(SourceFileLoader):
 
     def exec_module(self, module: Any) -> None:
         module.__walk__ = self._walk
+        module.__stepwise__ = self._walk.stepwise
         super().exec_module(module)
 
 
@@ -108,8 +142,11 @@ def walk(config: Path, gpu: str) -> Walk:
     from hfopt.planner import Request
     from hfopt.planner.algorithm import make_plan
 
+    request = Request(gpu=gpu, dry_run=False, charts=False)
+    seen.modules.clear()
+    seen.visits.clear()  # what importing calls is no part of the walk
     with contextlib.redirect_stderr(io.StringIO()):
-        make_plan(config, Request(gpu=gpu, dry_run=False, charts=False)).to_yaml()
+        make_plan(config, request).to_yaml()
     return seen
 
 

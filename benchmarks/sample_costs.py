@@ -1,4 +1,4 @@
-"""What one sample of each modality costs on one core: the measurement behind the table in hfopt/speed/dataloader.py.
+"""What one sample of each modality costs on one core: the measurement behind the table in hfopt/pricing/dataloader.py.
 
 usage: python benchmarks/sample_costs.py      (a few seconds; the last line is one JSON object, seconds per sample)
 """
@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from transformers import WhisperFeatureExtractor
 
-from hfopt.speed.dataloader import measure_cost
+from hfopt.pricing.dataloader import measure_cost
 
 
 def _jpeg(seed: int) -> bytes:

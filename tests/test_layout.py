@@ -99,7 +99,7 @@ def test_a_module_is_neither_a_slice_nor_a_drawer(path: Path) -> None:
         )
 
 
-PURE = ("step_down.py", "space.py", "search.py", "changes.py")
+PURE = ("step_down.py", "search.py", "changes.py")
 VALUES = [path for path in MODULES if _part(path) == "schema" or path.name in PURE]
 
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hfopt.config.lookup import whole_number
-from hfopt.config.other_tools import ToolSpelling
+from hfopt.config.other_tools import AXOLOTL_MARKS, ToolSpelling
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH
 from hfopt.config.translation import Clash, Translation
 from hfopt.schema import TrainerKind
 
 NAME = "axolotl"
-_MARKS = ("sequence_len", "micro_batch_size", "adapter", "val_set_size", "sample_packing", "model_type", "special_tokens")
-_OTHERS = frozenset({"cutoff_len", "data_path"})  # alpaca-lora's keys, which also has base_model and micro_batch_size
 _SPELLINGS: Mapping[str, ToolSpelling] = {
     BATCH: ToolSpelling(key="micro_batch_size"),
     "per_device_eval_batch_size": ToolSpelling(key="eval_batch_size"),
@@ -37,7 +35,7 @@ _NOT_TAKEN = frozenset({"dataloader_persistent_workers", "use_liger_kernel", "ev
 """Arguments that the plan may set and axolotl has no key for."""
 _READ_KEYS = frozenset(
     {
-        *("base_model", *_MARKS, *_SAME_NAME, *(spelling.key for spelling in _SPELLINGS.values())),
+        *("base_model", *AXOLOTL_MARKS, *_SAME_NAME, *(spelling.key for spelling in _SPELLINGS.values())),
         *(
             "lora_r",
             "lora_alpha",
@@ -88,15 +86,6 @@ _COUNTS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 _LIGER_LOSS, _CUT_LOSS, _CHUNKED_LOSS = "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy"
 _DEFAULT_LENGTH, _DEFAULT_RANK = 512, 8
 _FULL_SHARD = "full_shard auto_wrap"
-
-
-def is_axolotl(data: Mapping[Any, Any]) -> bool:
-    """`base_model` with a list of typed datasets, or with two keys that only axolotl has."""
-    if "base_model" not in data or BATCH in data or _OTHERS & data.keys():
-        return False
-    datasets = data.get("datasets")
-    typed = isinstance(datasets, list) and any(isinstance(item, dict) and {"path", "type"} <= item.keys() for item in datasets)
-    return typed or sum(key in data for key in _MARKS) >= 2
 
 
 def translate(data: Mapping[str, Any], *, has_bf16: bool = True) -> Translation:

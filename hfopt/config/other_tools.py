@@ -299,6 +299,19 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
 )
 
 
+AXOLOTL_MARKS = ("sequence_len", "micro_batch_size", "adapter", "val_set_size", "sample_packing", "model_type", "special_tokens")
+_ALPACA_LORA = frozenset({"cutoff_len", "data_path"})  # its own keys; it also has base_model and micro_batch_size
+
+
+def is_axolotl(data: Mapping[Any, Any]) -> bool:
+    """`base_model` with a list of typed datasets, or with two keys that only axolotl has."""
+    if "base_model" not in data or BATCH in data or _ALPACA_LORA & data.keys():
+        return False
+    datasets = data.get("datasets")
+    typed = isinstance(datasets, list) and any(isinstance(item, dict) and {"path", "type"} <= item.keys() for item in datasets)
+    return typed or sum(key in data for key in AXOLOTL_MARKS) >= 2
+
+
 def tool_of(data: dict[Any, Any]) -> str | None:
     """The tool whose config this is, None when it may be ours."""
     if BATCH in data:

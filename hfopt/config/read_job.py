@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.axolotl import is_axolotl, translate
+from hfopt.config.axolotl import translate
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
 from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model
 from hfopt.config.other_keys import unread
-from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, tool_of, torchtune_words
+from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, is_axolotl, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
 from hfopt.config.trainer_kind import trainer_kind
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
@@ -292,7 +292,7 @@ class _Reading:
                 severity="note", code="several_sections", key=None, place=None, message=message, fix="--section NAME takes another"
             )
         told = " ".join(item.problem.message for item in found)
-        if unresolved := [name for name in left_over(self.document.resolved) if name not in told]:
+        if "${" in self.document.text and (unresolved := [one for one in left_over(self.document.resolved) if one not in told]):
             names = ", ".join(unresolved[:3]) + (", …" if len(unresolved) > 3 else "")
             message = f"only another program can fill in {names}"
             yield Problem(severity="note", code="unresolved", key=None, place=None, message=message, fix="write the values themselves")

@@ -200,7 +200,14 @@ def parse(source: bytes, path: str) -> Document:
     if not isinstance(data, dict):
         kind = "list" if isinstance(data, list) else "single value"
         raise ConfigError(f"{path}: a {kind} at the root; TrainingArguments are a mapping of keys to values")
-    return Document(path, text, tree, data, (0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", text))), interpolated(data))
+    return Document(
+        path,
+        text,
+        tree,
+        data,
+        (0, *(match.end() for match in re.finditer(r"\r\n|\r|\n", text))),
+        interpolated(data) if "${" in text else data,
+    )
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from hfopt.compat.versions import TorchBuild
+from hfopt.compat.versions import TorchBuild, dotted, missing_kernels, numbers
 from hfopt.hardware import catalog, nvml
 from hfopt.hardware.detect import detect
-from hfopt.hardware.installed_software import Probe, Software, dotted, installed, missing_kernels, numbers, probe
+from hfopt.hardware.installed_software import Probe, Software, installed, probe
 from hfopt.hardware.installed_software import problems as disagreements
 from hfopt.schema import Gpu, Hardware, Problem
 from hfopt.units import GIB, format_bytes

@@ -23,6 +23,7 @@ from hfopt.facts.argument_effects import stand_in
 from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named
 from hfopt.job.request import NamedHost, Request, named_host, with_host
+from hfopt.memory.counted_step import FirstAnswer, first_answer
 from hfopt.memory.trace_store import begin_tracing
 from hfopt.model.stored_workload import kept_workload
 from hfopt.schema import Assumption, Change, DataSpec, Hardware, Problem, TrainJob, Workload
@@ -93,10 +94,14 @@ def _cards_of(request: Request) -> Hardware:
     return found
 
 
-def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardware], Workload | None] = lambda job, card: None) -> Subject:
+Known = Callable[[TrainJob, Hardware, FirstAnswer | None], Workload | None]
+
+
+def from_file(path: Path, request: Request, *, known: Known = lambda job, hardware, answer: None) -> Subject:
     """The config, repaired where the installed transformers would refuse it, with its model and data.
 
-    `known` hears of the job before the model is looked at, which takes seconds of importing, and may say all that is needed of it.
+    `known` hears of the job and what counting says of it before the model is looked at, which takes seconds of importing, and may say all
+    that is needed of it.
     """
     hardware = hardware_of(request)
     devices = max(1, len(hardware.gpus)) * request.nodes
@@ -130,7 +135,7 @@ def from_file(path: Path, request: Request, *, known: Callable[[TrainJob, Hardwa
     fixed = {} if request.engine is not None else fixed_by_deepspeed(job.settings.engine, path.parent)
     _check_agreement(job, fixed)
     job = replace(job, kept=job.kept | fixed.keys())
-    workload = known(job, hardware) or workload_of(job, lean=request.own_process)
+    workload = known(job, hardware, first_answer(job, hardware, request.headroom)) or workload_of(job, lean=request.own_process)
     about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *assumed, *_fixed(fixed))
     return Subject(
         job=job,
@@ -169,7 +174,7 @@ def _with_deepspeed(job: TrainJob, folder: Path, request: Request) -> tuple[Trai
     without = {key: item for key, item in job.raw.items() if key != "deepspeed"}
     if value and job.world_size == 1 and job.model.quantization is not None:
         return with_raw(job, without), ("planned without DeepSpeed: an adapter on packed weights holds little that it would divide",)
-    if not is_missing(value, folder):
+    if not value or not is_missing(value, folder):
         return job, _on_one_device(job, folder)
     if request.assume_zero is not None:
         stated = with_raw(job, {**job.raw, "deepspeed": zero_defaults(request.assume_zero)})

@@ -247,7 +247,8 @@ class Recipe:
         freeze(model, self.spec.frozen)
         if self.spec.last_layers is not None:
             train_layers_alone(model, self.spec.last_layers, widened=self.spec.widens_trained)
-        freeze_parts(model, self.spec.frozen_parts)
+        if self.spec.frozen_parts:
+            freeze_parts(model, self.spec.frozen_parts)
         if self.trl is not None:
             adapter = None
             if self.spec.lora is not None:

@@ -23,25 +23,25 @@ from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, from_file, workload_of
+from hfopt.memory.counted_step import FirstAnswer, counted_workload, kept_answer
 from hfopt.memory.trace_store import before_tracing
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
 from hfopt.planner.engines import plan_devices
-from hfopt.planner.nothing_fits import WOULD_FIT, Rescue
+from hfopt.planner.nothing_fits import HEAVY_SHARE, LONG_TOKENS, WOULD_FIT, Rescue
 from hfopt.planner.result import Plan
-from hfopt.planner.search import TIE, SearchResult, best_first
-from hfopt.planner.space import Space, candidates
-from hfopt.planner.trials import Tryout, confirmed
+from hfopt.planner.search import TIE, SearchResult, Space, best_first, candidates
+from hfopt.planner.trials import Confirmed, Tried, Tryout, confirmed
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
-from hfopt.pricing.first_answer import counted_workload, first_answer, kept_answer
 from hfopt.pricing.target_device import TargetDevice, device_of
 from hfopt.pricing.trace_ahead import Estimator, kept_traces
 from hfopt.schema import Assumption, Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
+TryOne = Callable[[Candidate, EvaluationPeak | None], Trial | None]
 OwnPrice = Callable[[MemoryPeak, int, bool], None]  # memory, what may be used of the device, whether it fits
 
 
@@ -58,15 +58,15 @@ def make_plan(
     started = time.perf_counter()
     first: list[str] = []
 
-    def known(job: TrainJob, hardware: Hardware) -> Workload | None:
+    def known(job: TrainJob, hardware: Hardware, found: FirstAnswer | None) -> Workload | None:
         """Where counting alone settles it, nothing is imported and nothing tried."""
-        found = first_answer(job, hardware, request.headroom)
         if found is not None and found.verdict == "impossible" and not request.allow:
             counted = counted_workload(job, partial(workload_of, job, lean=request.own_process))
             if counted is not None:
                 return counted
         first.extend([] if found is None else [found.words])
-        tryout.prepare(job, hardware)
+        if tryout is not None:
+            tryout.prepare(job, hardware)
         return None
 
     def priced(memory: MemoryPeak, usable_bytes: int, fits: bool) -> None:
@@ -77,10 +77,12 @@ def make_plan(
             announce(first.pop())
         if "torch" not in sys.modules:
             progress("importing torch and transformers")
-        tryout.start()
+        if tryout is not None:
+            tryout.start()
 
     traces = nullcontext(estimator) if estimator is not None else kept_traces(ahead=request.own_process)
-    with Tryout(progress, asked=request.dry_run) as tryout, before_tracing(begin), traces as estimator:
+    tryout = None if request.dry_run is False else Tryout(progress, asked=request.dry_run)
+    with tryout or nullcontext(), before_tracing(begin), traces as estimator:
         if isinstance(source, (str, PathLike)):
             subject = from_file(Path(source), request, known=known)
         else:
@@ -90,7 +92,7 @@ def make_plan(
         read_s = time.perf_counter() - started
         ask = partial(plan_subject, request=request, progress=progress, estimator=estimator, run=tryout, priced=priced)
         made = _on_its_devices(subject, request, ask)
-    if tryout.note is not None:
+    if tryout is not None and tryout.note is not None:
         made = replace(made, facts=replace(made.facts, notes=(*made.facts.notes, tryout.note)))
     return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
 
@@ -110,7 +112,7 @@ def plan_subject(
     *,
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
-    run: Callable[[Candidate, EvaluationPeak | None], Trial | None] = lambda candidate, evaluation: None,
+    run: TryOne | None = None,
     priced: OwnPrice = lambda memory, usable_bytes, fits: None,
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator. `priced` hears what the config takes as
@@ -131,7 +133,7 @@ def _planned(
     assumed: tuple[Assumption, ...],
     device: TargetDevice,
     pricing: Pricing,
-    run: Callable[[Candidate, EvaluationPeak | None], Trial | None],
+    run: TryOne | None,
     priced: OwnPrice,
 ) -> Plan | None:
     """None where the model was only counted, and it may fit after all: to be asked again with the model itself."""
@@ -143,7 +145,7 @@ def _planned(
     pricing.most_traces = len({pricing.settings(candidate) for candidate in pool})
     pricing.enough_batch = LARGER_BATCHES[-1] * space.effective_batch // space.world_size
     rescue = Rescue(subject=subject, device=device, pricing=pricing, pool=pool)
-    if rescue.hopeless():
+    if _is_crowded(subject, device, pricing, pool) and rescue.hopeless():
         raise rescue.error()
     if subject.workload.blocks is not None:
         return None
@@ -164,10 +166,14 @@ def _planned(
         raise search.explained(replace(rescue, pool=tried_pool).error())
     evaluation = None if search.interrupted else first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
 
-    def tried(candidate: Candidate) -> Trial | None:
-        return None if search.interrupted else run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
+    if run is None or search.interrupted:
+        result = Confirmed(found=found, verdict=Tried(chosen=0, trial=None))
+    else:
 
-    result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
+        def tried(candidate: Candidate) -> Trial | None:
+            return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
+
+        result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
     course = PlanningOutcome(
         subject=subject,
         request=request,
@@ -187,6 +193,12 @@ def _planned(
     if search.interrupted:
         made = replace(made, facts=replace(made.facts, warnings=(*made.facts.warnings, search.interrupted)))
     return made
+
+
+def _is_crowded(subject: Subject, device: TargetDevice, pricing: Pricing, pool: Sequence[Candidate]) -> bool:
+    """What surely stays fills much of the device, or samples are long: whether anything fits is asked before anything is traced."""
+    least = min(pricing.least_bytes(candidate) for candidate in pool)
+    return least >= HEAVY_SHARE * device.budget_bytes or (subject.workload.tokens_per_sample or 0) >= LONG_TOKENS
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from hfopt.config.training_arguments import ATTENTION
 from hfopt.facts.training_keys import CHECKPOINTING_KEYS, PRECISION_KEYS, installed
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
-from hfopt.planner.space import NumericFacts, Precisions, Space, checkpointing_choices, precisions
+from hfopt.planner.search import NumericFacts, Precisions, Space, checkpointing_choices, precisions
 from hfopt.pricing.compiled import COMPILE, why_not_compiled
 from hfopt.pricing.grpo import BatchRule, batch_rule, check_groups
 from hfopt.pricing.target_device import TargetDevice

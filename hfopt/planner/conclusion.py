@@ -18,11 +18,11 @@ from hfopt.planner.changes import Outcome, Setting, changes
 from hfopt.planner.choices import attention_choices, attention_note, compile_choices, defaults, liger_choices, liger_note, tool_checkpoints
 from hfopt.planner.memory_table import charts
 from hfopt.planner.result import Plan
-from hfopt.planner.space import Precisions, Space
+from hfopt.planner.search import Precisions, Space
 from hfopt.planner.trials import Confirmed
 from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import compile_note, compile_reason
-from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import FirstEvaluation
 from hfopt.pricing.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
 from hfopt.pricing.target_device import TargetDevice

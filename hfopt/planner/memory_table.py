@@ -10,18 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hfopt.compat.versions import torch_build
+from hfopt.compat.versions import missing_kernels, torch_build
 from hfopt.config.settings import trainer_settings
 from hfopt.errors import ConfigError, TraceError
 from hfopt.facts.argument_effects import unseen
-from hfopt.hardware.installed_software import missing_kernels
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, asked, from_file, hardware_of, workload_of
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.timeline import live_over_time
 from hfopt.planner.choices import attention_note, current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
-from hfopt.planner.space import Space, micro_batches
+from hfopt.planner.search import Space, micro_batches
 from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import compile_note
 from hfopt.pricing.evaluation_choice import (

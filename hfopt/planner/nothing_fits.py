@@ -63,10 +63,6 @@ class Rescue:
         """Surely nothing fits: by counting, or by a rough step of the candidates that need least. False says nothing."""
         if all(self.pricing.at_most(candidate) == 0 for candidate in self.pool):
             return True
-        least = min(self.pricing.least_bytes(candidate) for candidate in self.pool)
-        long = (self.subject.workload.tokens_per_sample or 0) >= LONG_TOKENS
-        if least < HEAVY_SHARE * self.device.budget_bytes and not long:
-            return False
         return all(self._rough_bytes(candidate) > HOPELESS * self.device.budget_bytes for candidate in self._lightest())
 
     def _lightest(self) -> list[Candidate]:

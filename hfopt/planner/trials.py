@@ -22,10 +22,9 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from hfopt.compat.versions import torch_build
+from hfopt.compat.versions import missing_kernels, torch_build
 from hfopt.errors import NothingFits, VirtualGpuError
 from hfopt.facts.argument_effects import stand_in
-from hfopt.hardware.installed_software import missing_kernels
 from hfopt.job.request import Progress
 from hfopt.memory.step_memory import context_bytes
 from hfopt.model.stored_workload import workload_key

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from hfopt.compat.versions import torch_build
+from hfopt.compat.versions import missing_kernels, torch_build
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
-from hfopt.hardware.installed_software import missing_kernels
 from hfopt.job.request import NamedHost, Progress, Request, named_host
 from hfopt.job.subject import Subject, workload_of
+from hfopt.memory.counted_step import budget_bytes
 from hfopt.memory.trace_store import TraceStore
 from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
@@ -264,10 +264,3 @@ def _stand_in(gpu: Gpu) -> tuple[Speed, str]:
     speed = speed_of(nearest)
     assert speed is not None, "every card of the catalog has its peaks"
     return replace(speed, name=gpu.name), f"the speed of {gpu.name} is not known: rates are those of {nearest.name}, for the order only"
-
-
-def budget_bytes(free_bytes: int, headroom: float) -> int:
-    """What may be planned with: the free memory less a share kept for what no estimate sees (longer samples, other processes)."""
-    if not 0 <= headroom < 1:
-        raise ValueError(f"headroom is a share between 0 and 1, not {headroom}")
-    return int(free_bytes * (1 - headroom))

@@ -13,9 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat.versions import TorchBuild
+from hfopt.compat.versions import TorchBuild, missing_kernels
 from hfopt.errors import VirtualGpuError
-from hfopt.hardware.installed_software import missing_kernels
 from hfopt.probe.rehearsed_time import rehearsed_time
 from hfopt.process import child_process
 from hfopt.redact import said

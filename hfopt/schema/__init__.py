@@ -5,7 +5,6 @@ A stage takes some of these and returns others; none of them does I/O. Unknown i
 
 from __future__ import annotations
 
-from hfopt.schema.hardware import Gpu, Hardware, Host
 from hfopt.schema.job import (
     ALLOWABLE,
     GENERATING,
@@ -64,27 +63,21 @@ from hfopt.schema.step_cost import (
     Checkpointing,
     CompiledStep,
     EngineName,
+    EvaluationPeak,
+    EvaluationSettings,
+    GenerationSettings,
     LoaderPlan,
     MemoryPeak,
     MemoryPhase,
     MemoryRow,
+    MemoryTable,
     OpCost,
     Sharding,
     StepSettings,
     StepTime,
     ZeroSizes,
 )
-from hfopt.schema.trainer_settings import (
-    EngineSettings,
-    EvaluationArguments,
-    EvaluationPeak,
-    EvaluationSettings,
-    GenerationSettings,
-    LoaderSettings,
-    MemoryTable,
-    RolloutSettings,
-    TrainerSettings,
-)
+from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
 from hfopt.schema.trial import (
     REHEARSED_MICRO_BATCHES,
     Candidate,
@@ -98,7 +91,7 @@ from hfopt.schema.trial import (
     Rejection,
     Trial,
 )
-from hfopt.schema.workload import BatchShape, BlockSizes, ConfigFacts, LengthSpread, Workload
+from hfopt.schema.workload import BatchShape, BlockSizes, ConfigFacts, Gpu, Hardware, Host, LengthSpread, Workload
 
 __all__ = [
     "ALLOWABLE",

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypedDict
 from hfopt.schema.job import Assumption, Change, DataSpec, ModelSpec, Place, Precision, TrainerKind
 from hfopt.schema.plan_facts import Advice, EngineChoice
 from hfopt.schema.run_outputs import FittingChange, OomCause, OomPhase, ReplayedOom
-from hfopt.schema.step_cost import Breakdown, EngineName, MemoryPhase
-from hfopt.schema.trainer_settings import EvaluationPeak
+from hfopt.schema.step_cost import Breakdown, EngineName, EvaluationPeak, MemoryPhase
 from hfopt.schema.trial import Candidate
 
 # ---------------------------------------------------------------------------------------------------------------- errors

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hfopt.schema.hardware import Hardware
 from hfopt.schema.job import Assumption, Change, TrainJob
-from hfopt.schema.step_cost import LoaderPlan, MemoryPeak, MemoryPhase, StepTime
-from hfopt.schema.trainer_settings import EvaluationPeak
+from hfopt.schema.step_cost import EvaluationPeak, LoaderPlan, MemoryPeak, MemoryPhase, StepTime
 from hfopt.schema.trial import Candidate, Correction, Neutrality, Priced, Rejection, Trial
+from hfopt.schema.workload import Hardware
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

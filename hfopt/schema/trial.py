@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hfopt.schema.hardware import Gpu
 from hfopt.schema.job import Precision
 from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
+from hfopt.schema.workload import Gpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,8 @@ from hfopt.cli.output import print_error
 from hfopt.errors import NothingFits
 from hfopt.hardware.detect import named
 from hfopt.memory import trace_store
+from hfopt.memory.counted_step import first_answer
 from hfopt.planner import Request, plan
-from hfopt.pricing.first_answer import first_answer
 from hfopt.schema import DataSpec, Lora, ModelSpec
 
 

@@ -18,8 +18,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaForCaus
 from hfopt.job.live_trainer import from_live
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
-from hfopt.planner.space import Space, micro_batches
-from hfopt.pricing.data_feed import Feeding
+from hfopt.planner.search import Space, micro_batches
+from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.grpo import batch_rule
 from hfopt.schema import DataSpec, ModelSpec, TrainJob
 

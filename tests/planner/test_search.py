@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hfopt.planner.algorithm import unless_for_nothing
-from hfopt.planner.search import TIE, SearchResult, best_first
-from hfopt.planner.space import Space, candidates
+from hfopt.planner.search import TIE, SearchResult, Space, best_first, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
 
 Group = tuple[str, int]

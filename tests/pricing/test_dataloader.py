@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.schema import Host, StepTime
-from hfopt.speed.dataloader import (
+from hfopt.pricing.dataloader import (
     INLINE_SHARE,
     RAM_SHARE,
     WORKER_RAM_BYTES,
@@ -22,6 +21,7 @@ from hfopt.speed.dataloader import (
     plan_loader,
     typical_cost,
 )
+from hfopt.schema import Host, StepTime
 
 GIB = 1 << 30
 ROOMY = Host(cores=16, ram_bytes=64 * GIB, ram_free_bytes=48 * GIB)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.errors import ConfigError
-from hfopt.planner.space import NumericFacts, precisions
+from hfopt.planner.search import NumericFacts, precisions
 from hfopt.schema import Gpu, Precision
 
 BERT = NumericFacts(family="BertForSequenceClassification")

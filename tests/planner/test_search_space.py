@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hfopt.errors import ConfigError
-from hfopt.planner.space import Space, candidates, checkpointing_choices, micro_batches
+from hfopt.planner.search import Space, candidates, checkpointing_choices, micro_batches
 from hfopt.schema import Checkpointing
 from hfopt.units import divisors
 

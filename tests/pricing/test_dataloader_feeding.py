@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfopt.config.settings import trainer_settings
-from hfopt.pricing.data_feed import Feeding
+from hfopt.pricing.dataloader import Feeding
 from hfopt.schema import BatchShape, Candidate, ConfigFacts, Hardware, Host, LoaderPlan, StepTime
 
 GIB = 1 << 30

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hfopt.planner.search import TIE, rank, split
-from hfopt.planner.space import Space, candidates
-from hfopt.pricing.target_device import budget_bytes
+from hfopt.memory.counted_step import budget_bytes
+from hfopt.planner.search import TIE, Space, candidates, rank, split
 from hfopt.schema import Candidate, Checkpointing, StepTime
 
 
