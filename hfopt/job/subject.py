@@ -24,7 +24,7 @@ from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named
 from hfopt.job.request import NamedHost, Request, named_host, with_host
 from hfopt.memory.counted_step import FirstAnswer, first_answer
-from hfopt.memory.trace_store import begin_tracing
+from hfopt.memory.trace_store import before_tracing, begin_tracing
 from hfopt.model.stored_workload import kept_workload
 from hfopt.schema import Assumption, Change, DataSpec, Hardware, Problem, TrainJob, Workload
 from hfopt.store import default_store
@@ -97,11 +97,13 @@ def _cards_of(request: Request) -> Hardware:
 Known = Callable[[TrainJob, Hardware, FirstAnswer | None], Workload | None]
 
 
-def from_file(path: Path, request: Request, *, known: Known = lambda job, hardware, answer: None) -> Subject:
+def from_file(
+    path: Path, request: Request, *, known: Known = lambda job, hardware, answer: None, begin: Callable[[], None] = lambda: None
+) -> Subject:
     """The config, repaired where the installed transformers would refuse it, with its model and data.
 
     `known` hears of the job and what counting says of it before the model is looked at, which takes seconds of importing, and may say all
-    that is needed of it.
+    that is needed of it; `begin` is called before anything is imported for it.
     """
     hardware = hardware_of(request)
     devices = max(1, len(hardware.gpus)) * request.nodes
@@ -135,7 +137,8 @@ def from_file(path: Path, request: Request, *, known: Known = lambda job, hardwa
     fixed = {} if request.engine is not None else fixed_by_deepspeed(job.settings.engine, path.parent)
     _check_agreement(job, fixed)
     job = replace(job, kept=job.kept | fixed.keys())
-    workload = known(job, hardware, first_answer(job, hardware, request.headroom)) or workload_of(job, lean=request.own_process)
+    with before_tracing(begin):
+        workload = known(job, hardware, first_answer(job, hardware, request.headroom)) or workload_of(job, lean=request.own_process)
     about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *assumed, *_fixed(fixed))
     return Subject(
         job=job,

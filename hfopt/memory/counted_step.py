@@ -26,7 +26,6 @@ from hfopt.schema import (
     ConfigFacts,
     Hardware,
     Lora,
-    MemoryPeak,
     ModelSpec,
     OpCost,
     Quantization,
@@ -215,12 +214,6 @@ def first_answer(job: TrainJob, hardware: Hardware, headroom: float) -> FirstAns
         words = f"Certainly fits: at most {format_bytes(most)} by counting, {usable}; looking for faster settings"
         return FirstAnswer(verdict="fits", words=words)
     return FirstAnswer(verdict="open", words=f"Open: {least}; tracing the rest")
-
-
-def kept_answer(memory: MemoryPeak, usable_bytes: int, *, fits: bool) -> str:
-    """The same where the trace of the config as it is was kept."""
-    verdict, sought = ("Fits as it is", "faster settings") if fits else ("Does not fit as it is", "what would")
-    return f"{verdict}: {format_bytes(memory.device_bytes)} by a kept trace, {format_bytes(usable_bytes)} usable; looking for {sought}"
 
 
 def _least(job: TrainJob, entry: Architecture) -> tuple[int, str]:

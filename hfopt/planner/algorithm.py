@@ -23,8 +23,7 @@ from hfopt.errors import ConfigError, NothingFits
 from hfopt.facts.training_keys import installed
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, from_file, workload_of
-from hfopt.memory.counted_step import FirstAnswer, counted_workload, kept_answer
-from hfopt.memory.trace_store import before_tracing
+from hfopt.memory.counted_step import FirstAnswer, counted_workload
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
 from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
@@ -38,11 +37,11 @@ from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
 from hfopt.pricing.target_device import TargetDevice, device_of
 from hfopt.pricing.trace_ahead import Estimator, kept_traces
-from hfopt.schema import Assumption, Candidate, EvaluationPeak, Hardware, MemoryPeak, Neutrality, Rejection, TrainJob, Trial, Workload
+from hfopt.schema import Assumption, Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
 TryOne = Callable[[Candidate, EvaluationPeak | None], Trial | None]
-OwnPrice = Callable[[MemoryPeak, int, bool], None]  # memory, what may be used of the device, whether it fits
+OwnPrice = Callable[[str], None]
 
 
 def make_plan(
@@ -69,8 +68,8 @@ def make_plan(
             tryout.prepare(job, hardware)
         return None
 
-    def priced(memory: MemoryPeak, usable_bytes: int, fits: bool) -> None:
-        first[:] = [kept_answer(memory, usable_bytes, fits=fits)] if first else []  # else it was said, and torch imported
+    def priced(answer: str) -> None:
+        first[:] = [answer] if first else []  # else it was said, and torch imported
 
     def begin() -> None:
         while first:
@@ -80,18 +79,18 @@ def make_plan(
         if tryout is not None:
             tryout.start()
 
-    traces = nullcontext(estimator) if estimator is not None else kept_traces(ahead=request.own_process)
     tryout = None if request.dry_run is False else Tryout(progress, asked=request.dry_run)
-    with tryout or nullcontext(), before_tracing(begin), traces as estimator:
+    with tryout or nullcontext():
         if isinstance(source, (str, PathLike)):
-            subject = from_file(Path(source), request, known=known)
+            subject = from_file(Path(source), request, known=known, begin=begin)
         else:
             from hfopt.job.live_trainer import from_live
 
             subject = from_live(source, request)
         read_s = time.perf_counter() - started
-        ask = partial(plan_subject, request=request, progress=progress, estimator=estimator, run=tryout, priced=priced)
-        made = _on_its_devices(subject, request, ask)
+        with kept_traces(estimator, ahead=request.own_process, begin=begin) as traces:
+            ask = partial(plan_subject, request=request, progress=progress, estimator=traces, run=tryout, priced=priced)
+            made = _on_its_devices(subject, request, ask)
     if tryout is not None and tryout.note is not None:
         made = replace(made, facts=replace(made.facts, notes=(*made.facts.notes, tryout.note)))
     return replace(made, seconds={"read": read_s, "plan": time.perf_counter() - started - read_s})
@@ -113,10 +112,10 @@ def plan_subject(
     progress: Progress = lambda text: None,
     estimator: Estimator | None = None,
     run: TryOne | None = None,
-    priced: OwnPrice = lambda memory, usable_bytes, fits: None,
+    priced: OwnPrice = lambda answer: None,
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator. `priced` hears what the config takes as
-    it is."""
+    it is, in words."""
     assumed, device = subject.assumed, device_of(subject, request)
     with device.pricing(subject, estimator, progress) as pricing:
         made = _planned(subject, request, assumed, device, pricing, run, priced)
@@ -152,7 +151,7 @@ def _planned(
     pricing.expect(likely(pool, device, current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     before = pricing.memory(current), pricing.fits(current)
-    priced(before[0], device.budget_bytes, before[1])
+    priced(device.first_words(*before))
     search = Search(subject=subject, request=request, space=space, pricing=pricing, current=current, progress=pricing.progress)
     feeding = Feeding(subject=subject, host=subject.hardware.host, ranks=subject.job.world_size, on_gpu=device.gpu is not None)
 

@@ -20,11 +20,12 @@ from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.pricing.trace_ahead import Estimator
-from hfopt.schema import Gpu, Hardware, Host, Sharding, StepSettings
+from hfopt.schema import Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
 from hfopt.speed.calibration import calibrated, for_device, scaled
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
 from hfopt.store import default_store
+from hfopt.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +171,12 @@ class TargetDevice:
             with_attention=lambda name: workload_of(replace(job, model=replace(job.model, attn_implementation=name))),
             progress=progress,
         )
+
+    def first_words(self, memory: MemoryPeak, fits: bool) -> str:
+        """What is said first of the config as it is, where its trace was kept."""
+        verdict, sought = ("Fits as it is", "faster settings") if fits else ("Does not fit as it is", "what would")
+        sizes = f"{format_bytes(memory.device_bytes)} by a kept trace, {format_bytes(self.budget_bytes)} usable"
+        return f"{verdict}: {sizes}; looking for {sought}"
 
 
 def allocator_conf() -> str | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import Estimate
-from hfopt.memory.trace_store import TraceStore
+from hfopt.memory.trace_store import TraceStore, before_tracing
 from hfopt.process.child_guard import die_with_parent
 from hfopt.schema import StepSettings, Workload
 from hfopt.store import default_store
@@ -90,14 +90,17 @@ class Ahead:
 
 
 @contextmanager
-def kept_traces(*, ahead: bool) -> Iterator[Estimator]:
-    """Traces as the disk keeps them; `ahead`: a child may trace what will be asked next, which needs a process of our own."""
-    store = TraceStore(default_store())
-    if not ahead:
-        yield store
-        return
-    with closing(Ahead(store)) as estimator:
-        yield estimator
+def kept_traces(estimator: Estimator | None, *, ahead: bool, begin: Callable[[], None]) -> Iterator[Estimator]:
+    """The estimator given, else traces as the disk keeps them; `begin` is called before one is made. `ahead`: a child may trace what will
+    be asked next, which needs a process of our own."""
+    with before_tracing(begin):
+        if estimator is not None:
+            yield estimator
+        elif not ahead:
+            yield TraceStore(default_store())
+        else:
+            with closing(Ahead(TraceStore(default_store()))) as forked:
+                yield forked
 
 
 def _works(pid: int, receiving: Connection) -> bool:
