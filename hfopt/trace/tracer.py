@@ -141,6 +141,7 @@ class Tracer:
             for parameter in self.model.parameters():
                 attach(parameter, None)  # a step would change it, and the next trace would start elsewhere
             self._in_place_use_count = _probe_use_count(kernels, self._values, self._run)
+        self._checkpointed = _checkpointing_of(self.model)
 
     def record(self, script: Script, batch_size: int, *, change: Change = dict) -> Trace:
         """`change` makes another batch of the usual one, for example a shorter one."""
@@ -152,6 +153,8 @@ class Tracer:
         with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain, _read_as_in_a_run(self._values):
             torch.manual_seed(0)
             _forget_answers(self.model)
+            for module, state in self._checkpointed:
+                vars(module).update(state)
             real = change(self._make_batch(batch_size))
             cuda = cuda_rules(self._kernels.capability)
             with self._fake_mode, cuda, tiled_heads(recorder), recorded_slices(recorder), recorder, ModuleNames(self.model, recorder):
@@ -224,6 +227,13 @@ def _explained(error: BaseException, recorder: Recorder) -> TraceError:
         f"the model cannot be traced: {op} in {recorder.module or 'the model'}{line}: {what}",
         hint="an operation whose result decides a shape or a branch needs real data; measure this model with a dry run instead",
     )
+
+
+def _checkpointing_of(model: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Which layers checkpoint, before a step: TRL switches all of them on again after a reference's forward."""
+    names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+    kept = ((module, {name: vars(module)[name] for name in names if name in vars(module)}) for module in model.modules())
+    return [(module, state) for module, state in kept if state]
 
 
 def _forget_answers(model: Any) -> None:

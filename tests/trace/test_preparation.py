@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,11 @@ from versions import needs_graded_checkpointing
 
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import estimate
-from hfopt.schema import Checkpointing, StepSettings, Workload
+from hfopt.model.from_config import from_spec
+from hfopt.schema import Checkpointing, DataSpec, ModelSpec, StepSettings, Workload
+from hfopt.trace.rank_step import tracer_of
 from hfopt.trace.tracer import prepared
+from hfopt.trace.trainer_step import trainer_script
 
 Make = Callable[..., Workload]
 EACH_SECOND = StepSettings(checkpointing=Checkpointing(every_n_layers=2))
@@ -94,3 +98,19 @@ def test_reentrant_checkpointing_over_frozen_embeddings_has_gradients_to_pass_on
 def without_embeddings(model: Any) -> Any:
     model.get_input_embeddings().requires_grad_(False)
     return model
+
+
+@needs_graded_checkpointing
+def test_each_trace_begins_with_the_layers_that_the_trainer_checkpoints(tmp_path: Path) -> None:
+    """After a reference's forward TRL checkpoints every layer: the next trace of the same model is a first step again."""
+    pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
+    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, **fields}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = from_spec(ModelSpec(name=str(tmp_path)), DataSpec(max_length=16), trainer="DPO", trl_arguments={})
+    with tracer_of(workload, EACH_SECOND) as tracer:
+        script = trainer_script(EACH_SECOND, workload.compute_loss)
+        counts = [len(tracer.record(script, batch).events) for batch in (2, 4)]
+        layers = [layer.gradient_checkpointing for layer in tracer.model.model.layers]
+    assert all(layers), "TRL keeps every_n_layers now: what is put back here has no use any more"
+    assert counts[0] == counts[1]
