@@ -53,7 +53,7 @@ _KNOWN = tuple((where, re.compile(text, re.DOTALL | re.IGNORECASE)) for where, t
 
 # cudaError values after which every later call fails (CUDA runtime API, "the process must be terminated and relaunched")
 STICKY = re.compile(
-    r"illegal memory access|device-side assert|unspecified launch failure|misaligned address|illegal instruction|illegal address"
+    r"illegal memory access|(?<!enable )device-side assert|unspecified launch failure|misaligned address|illegal (?:instruction|address)"
     r"|invalid program counter|uncorrectable (?:NVLink|ECC) error|hardware stack error|unknown error|an illegal (?:barrier|instruction)"
     r"|GPU is lost|fallen off the bus|hipErrorLaunchFailure|hipErrorIllegalAddress",
     re.IGNORECASE,
