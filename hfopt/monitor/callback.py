@@ -3,11 +3,16 @@
     Trainer(..., callbacks=[HFGpuMonitor()])
 
 It adds no device sync and no collective; whatever fails inside it is said once and training goes on. Each train() is a session of its
-own, so resuming and calling train() again are safe. A copy or a pickle of the callback carries its options only.
+own and belongs to its thread, so resuming, calling train() again and one monitor in two Trainers at once are safe. A copy or a pickle of
+the callback carries its options only; a forked process watches nothing, for the run is its parent's.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,16 +27,32 @@ from hfopt.monitor.session import Options, Training, WatchSession
 from hfopt.monitor.step_clock import Event
 
 _PART = "the monitor"
+_watching: weakref.WeakSet[HFGpuMonitor] = weakref.WeakSet()
 
 
 def _passing_on(event: Event) -> Callable[..., None]:
     """A callback that only has it noted that it happened; it runs in every step, and there is nothing in it that can fail."""
 
     def callback(self: HFGpuMonitor, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._session is not None:
-            self._session.event(event)
+        session = self._sessions.get(threading.get_ident())
+        if session is not None:
+            session.event(event)
 
     return callback
+
+
+@functools.cache
+def _mind_forks() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+def _forget_in_fork() -> None:
+    """The threads are the parent's, and so are the locks that they may hold."""
+    for monitor in list(_watching):
+        sessions, monitor._sessions = monitor._sessions, {}
+        for session in sessions.values():
+            session.detach()
 
 
 class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
@@ -81,7 +102,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
 
     def _fresh(self) -> None:
         self.faults = Faults(to_stderr, self._give_up)
-        self._session: WatchSession | None = None
+        self._sessions: dict[int, WatchSession] = {}  # by the thread that trains
         self._flops_per_token: float | None = None
         self._folder: Path | None = None  # of the last run's log
 
@@ -94,9 +115,13 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
 
     @harmless("stopping")
     def _give_up(self, part: str) -> None:
-        session, self._session = self._session, None
-        if session is not None:
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
             session.stop()
+
+    @property
+    def _session(self) -> WatchSession | None:
+        return self._sessions.get(threading.get_ident())
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the run it watches, or the last one, as `hfopt watch` shows it."""
@@ -115,6 +140,8 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
 
     @harmless(_PART)
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        _mind_forks()
+        _watching.add(self)
         if self._session is not None:
             self._session.stop()  # the train() before did not come to its end
         handler, trainer = metrics.find_callers()
@@ -124,7 +151,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
             self._flops_per_token = flops_per_token(model)
         self._folder = self._options.log_path(args.output_dir, 0).parent
         training = Training(args=args, state=state, model=model, handler=handler, trainer=trainer, flops_per_token=self._flops_per_token)
-        self._session = WatchSession(self._options, training)
+        self._sessions[threading.get_ident()] = WatchSession(self._options, training)
 
     on_epoch_begin = _passing_on("epoch_begin")
     on_step_begin = _passing_on("step_begin")
@@ -150,4 +177,4 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.end(args, state, control)
-            self._session = None
+            self._sessions.pop(threading.get_ident(), None)

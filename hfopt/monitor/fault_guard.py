@@ -1,5 +1,7 @@
 """Never hurt the run: the one place where every error is caught, said once, and the part that failed is switched off.
 
+What the machine may give back (room on a disk, a folder on a network) is tried again each time by `patient(part)` instead.
+
 The monitor's work is split into parts (readings, log file, live line, reporting, ...). A method that belongs to a part is wrapped by
 `harmless(part)`; when it raises, the part is off for the rest of the session and the method returns None from then on.
 """
@@ -21,6 +23,7 @@ class Faults:
         self._say, self._then = say, then
         self.off: dict[str, str] = {}
         self._in_a_row: dict[str, int] = {}
+        self.lost: dict[str, int] = {}  # by part, what could not be written so far
 
     def failed(self, part: str, error: BaseException, *, most: int) -> None:
         """Of what may be out of reach for a moment: reported at the first failure, off after `most` in a row."""
@@ -29,6 +32,12 @@ class Faults:
             self.report(part, error)
         elif count == 1:
             self._say(f"hfopt monitor: {part} failed ({_words(error)}) and is tried again with the next finding; training continues")
+
+    def missed(self, part: str, error: OSError) -> None:
+        """Of what is tried again for as long as the run lasts: said the first time only."""
+        if part not in self.lost:
+            self._say(f"hfopt monitor: {part} cannot be written ({_words(error)}) and is tried again each time; training continues")
+        self.lost[part] = self.lost.get(part, 0) + 1
 
     def worked(self, part: str) -> None:
         self._in_a_row.pop(part, None)
@@ -64,6 +73,23 @@ def harmless(part: str) -> Callable[[Method], Method]:
                 return None
 
         return cast(Method, guarded)
+
+    return decorate
+
+
+def patient(part: str) -> Callable[[Method], Method]:
+    """As `harmless`, but the system's own refusals (OSError) leave the part on: what is written next may find its place."""
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def tried(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except OSError as error:
+                self.faults.missed(part, error)
+                return None
+
+        return harmless(part)(cast(Method, tried))
 
     return decorate
 

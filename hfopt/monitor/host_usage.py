@@ -40,6 +40,16 @@ def queued_s(schedstat: Path = THIS_THREAD) -> float | None:
     return queued_ns / 1e9 if ran_ns else None
 
 
+def switches(thread: int | None = None) -> int | None:
+    """How often a thread of this process (this one) gave its core away by waiting, so far; None where the system does not count."""
+    place = "thread-self" if thread is None else f"self/task/{thread}"
+    try:
+        line = next(line for line in Path(f"/proc/{place}/status").read_text().splitlines() if line.startswith("voluntary_ctxt"))
+    except (OSError, StopIteration):
+        return None
+    return int(line.split()[1])
+
+
 class HostProbe:
     """Reads one process tree. Each reading covers the time since the one before; the first has no CPU shares."""
 

@@ -5,8 +5,9 @@ that names its place. Numbers are finite and of a size a run can have, so that n
 
 A line is {"kind": ..., "time": seconds since 1970, ...}. Kinds: header (settings, card, versions), window (one per logging step), epoch,
 finding, resolved, warning, fallback, receipt, summary, interrupted. A new train() appends a new header, so a file holds one or more
-sessions. When the file grows over the limit it is renamed to `<name>.1` (the older ones move up, the oldest goes) and the new file begins
-with the header again.
+sessions. Within a session times go on from its first one by the monotonic clock: they are in order whatever the system's clock does.
+When the file grows over the limit it is renamed to `<name>.1` (the older ones move up, the oldest goes) and the new file begins with the
+header again. A disk that is full loses lines, not the log: each line is tried anew, and one that says how many are missing comes first.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hfopt.files import write_whole
-from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.fault_guard import Faults, harmless, patient
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.step_clock import Stamp
 from hfopt.schema import Change, Finding, RankLag, Sample, Window
 
 _MOST = 1e18  # bytes, seconds, tokens: no figure of a run is larger
 
+Clock = Callable[[], float]
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "header": {
         "time": float,
@@ -118,31 +120,36 @@ def _is_number(value: Any, kind: type) -> bool:
     return math.isfinite(value) and abs(value) <= _MOST if isinstance(value, float) else abs(value) <= _MOST
 
 
-NAME = "monitor.jsonl"
+NAME, LIVE, _LOG = "monitor.jsonl", "live.json", "the log file"
+MOST_BYTES, KEPT = 16 << 20, 3  # of a file, and how many older ones stay beside it
 
 
 class RunLog:
     """Appends lines to a JSON Lines file. Raises OSError; who must not fail (the monitor) wraps the call."""
 
-    def __init__(self, path: Path, *, max_bytes: int = 16 << 20, keep: int = 3) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = MOST_BYTES, keep: int = KEPT, now: Clock | None = None) -> None:
         self.path = path
-        self._max_bytes, self._keep = max_bytes, keep
+        self._max_bytes, self._keep, self._now = max_bytes, keep, now
         self._stream: FileIO | None = None
         self._header: bytes | None = None
+        self._headed = True  # the file has the header of this session
         self._size = 0
 
     def write(self, kind: str, **fields: Any) -> None:
-        entry = {"kind": kind, "time": round(time.time(), 3), **fields}
+        entry = {"kind": kind, "time": round((self._now or time.time)(), 3), **fields}
         line = json.dumps(entry, default=plain, allow_nan=False).encode() + b"\n"
         if kind == "header":
-            self._header = line
+            self._header, self._headed = line, False
         if self._stream is None:
             self._open()
         elif self._size + len(line) > self._max_bytes:
             self._rotate()
-            if kind != "header" and self._header is not None:
-                self._put(self._header)
-        self._put(line)
+            self._headed = self._header is None
+        if not self._headed and self._header is not None:
+            self._put(self._header)
+            self._headed = True
+        if kind != "header":
+            self._put(line)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -169,11 +176,15 @@ class RunLog:
 
     def _rotate(self) -> None:
         self.close()
-        for number in range(self._keep, 0, -1):
-            source = self.path if number == 1 else rotated(self.path, number - 1)
-            if source.exists():
-                source.replace(rotated(self.path, number))
+        _move_up(self.path, self._keep)
         self._open()
+
+
+def _move_up(path: Path, keep: int) -> None:
+    for number in range(keep, 0, -1):
+        source = path if number == 1 else rotated(path, number - 1)
+        if source.exists():
+            source.replace(rotated(path, number))
 
 
 def rotated(path: Path, number: int) -> Path:
@@ -221,13 +232,16 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 class CsvLog:
-    """The windows as a table: one row each, the columns of the first row."""
+    """The windows as a table: one row each, the columns of the first row; bounded as the log is."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, max_bytes: int = MOST_BYTES) -> None:
+        self.path, self._max_bytes = path, max_bytes
 
     def write(self, row: Mapping[str, Any]) -> None:
-        new = not self.path.exists() or self.path.stat().st_size == 0
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size > self._max_bytes:
+            _move_up(self.path, KEPT)
+        new = not 0 < size <= self._max_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
@@ -273,11 +287,12 @@ def _usually(values: list[float]) -> float:
 class RankFile:
     """One rank's note for the first rank: when it came where in its last steps, and what its card did."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.path = folder / f"rank{rank}.json"
+    def __init__(self, folder: Path, rank: int, now: Clock | None = None) -> None:
+        self.path, self._now = folder / f"rank{rank}.json", now
 
     def write(self, *, stamps: Sequence[Stamp], summary: Mapping[str, Any], ended: bool) -> None:
-        note = {"time": time.time(), "host": socket.gethostname(), "stamps": list(stamps), "summary": summary, "ended": ended}
+        now, host = (self._now or time.time)(), socket.gethostname()
+        note = {"time": now, "host": host, "stamps": list(stamps), "summary": summary, "ended": ended}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self.path, json.dumps(note))
 
@@ -300,23 +315,30 @@ def lags_of_notes(notes: Mapping[int, Mapping[str, Any]], *, since: float) -> tu
     return lags(stamps, one_host=len({note["host"] for note in notes.values()}) <= 1)
 
 
-LIVE = "live.json"
 _POINTS = 120
 _NOTE_EACH_S = 10.0
 
 
 class Journal:
-    def __init__(self, path: Path, *, rank: int, world_size: int, csv: bool, max_bytes: int, faults: Faults) -> None:
-        self.faults, self.path, self.rank = faults, path, rank
-        self._log = RunLog(path, max_bytes=max_bytes)
-        self._csv = CsvLog(path.with_suffix(".csv")) if csv else None
-        self._note = RankFile(path.parent, rank) if world_size > 1 else None
+    def __init__(
+        self, path: Path, *, rank: int, world_size: int, csv: bool, max_bytes: int, faults: Faults, now: Clock | None = None
+    ) -> None:
+        self.faults, self.path, self.rank, self._now = faults, path, rank, now
+        self._log = RunLog(path, max_bytes=max_bytes, now=now)
+        self._csv = CsvLog(path.with_suffix(".csv"), max_bytes=max_bytes) if csv else None
+        self._note = RankFile(path.parent, rank, now) if world_size > 1 else None
+        self._told_lost = 0
         self._noted_s = float("-inf")
         self._points: deque[str] = deque(maxlen=_POINTS)  # as JSON already: each is written a hundred times
         self.state: dict[str, Any] = {"pid": os.getpid(), "step": 0, "max_steps": 0, "findings": [], "ended": False}
 
-    @harmless("the log file")
+    @patient(_LOG)
     def write(self, kind: str, **fields: Any) -> None:
+        lost = self.faults.lost.get(_LOG, 0)
+        if lost > self._told_lost:
+            words = f"{lost - self._told_lost} lines before this one could not be written"
+            self._log.write("warning", step=self.state["step"], message=words)
+            self._told_lost = lost
         self._log.write(kind, **fields)
 
     def window(self, window: Window, **extra: Any) -> dict[str, float]:
@@ -329,15 +351,15 @@ class Journal:
     def finding(self, finding: Finding, step: int) -> None:
         self.write("finding", step=step, **asdict(finding))
 
-    @harmless("the CSV file")
+    @patient("the CSV file")
     def _row(self, window: Window, figures: Mapping[str, float]) -> None:
         if self._csv is not None:
             from hfopt.monitor.metrics import KEYS, PREFIX
 
-            times = {"time": round(time.time(), 3), "first_step": window.first_step, "last_step": window.last_step}
+            times = {"time": round((self._now or time.time)(), 3), "first_step": window.first_step, "last_step": window.last_step}
             self._csv.write({**times, **{name: figures.get(PREFIX + name) for name in KEYS}})
 
-    @harmless("the live view")
+    @patient("the live view")
     def live(self, sample: Sample | None, line: str, data_wait: float | None) -> None:
         """The file `hfopt watch` reads: replaced as a whole, so a reader never sees half of it."""
         if sample is not None:
@@ -347,14 +369,14 @@ class Journal:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
 
-    @harmless("the note for the first rank")
+    @patient("the note for the first rank")
     def note(self, stamps: Sequence[Stamp], figures: Mapping[str, float], *, ended: bool = False) -> None:
         now_s = time.monotonic()
         if self._note is not None and (ended or now_s - self._noted_s >= _NOTE_EACH_S):
             self._noted_s = now_s
             self._note.write(stamps=stamps, summary=figures, ended=ended)
 
-    @harmless("the log file")
+    @harmless(_LOG)
     def close(self) -> None:
         self._log.close()
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hfopt.monitor.fault_guard import Faults, harmless
-from hfopt.monitor.host_usage import HostReading
+from hfopt.monitor.host_usage import HostReading, switches
+from hfopt.monitor.step_clock import LONG_S
 from hfopt.schema import Gpu, GpuReading, Sample
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _bare(uuid: str) -> str:
 
 RING = 3600  # an hour at the default interval, about 3 MB for one card
 _MOST_OF_TIME = 0.005
+_STOPS = 64  # that are remembered
+_WAKES_PER_S = 20.0  # of a thread that waits for the interpreter's lock, a tenth of what Python's switch interval of 5 ms makes
 
 
 class GpuSource(Protocol):
@@ -171,6 +174,8 @@ class Sampler:
         self._stop, self._first = threading.Event(), threading.Event()
         self._patience_s, self._stuck = patience_s, False
         self._thread: threading.Thread | None = None
+        self._due: tuple[float, int | None] | None = None  # when the thread is to wake, and its count of switches before it slept
+        self._stops: deque[tuple[float, float]] = deque(maxlen=_STOPS)
         self._lock = threading.Lock()  # ticks come from the thread and from those who need one now
 
     @property
@@ -244,11 +249,39 @@ class Sampler:
         self._tell(self.tick())
         self._first.set()
         wait_s = self.interval_s
-        while not self._stop.wait(wait_s) and not self._is_over():
+        while not self._slept(wait_s) and not self._is_over():
             began_s = time.thread_time()
             sample = self.tick()
             self._tell(sample)
             wait_s = max(self.interval_s, (time.thread_time() - began_s) / _MOST_OF_TIME)
+
+    def _slept(self, wait_s: float) -> bool:
+        """Whether it was woken to end."""
+        self._due = (time.monotonic() + wait_s, switches())
+        ended = self._stop.wait(wait_s)
+        if (stop := self._stop_now()) is not None:
+            self._stops.append(stop)
+        self._due = None
+        return ended
+
+    def _stop_now(self) -> tuple[float, float] | None:
+        """From when this thread should have been awake until now, if the whole process stood still: one that only waits for the interpreter
+        (another thread holds its lock) wakes two hundred times a second to ask for it."""
+        thread, due, now_s = self._thread, self._due, time.monotonic()
+        if due is None or thread is None or now_s - due[0] < LONG_S:
+            return None
+        woken = switches(thread.native_id)
+        if woken is None or due[1] is None or woken - due[1] > _WAKES_PER_S * (now_s - due[0]):
+            return None
+        return due[0], now_s
+
+    def stopped_s(self, began_s: float, ended_s: float) -> float:
+        """Of a stretch, how long the process was stopped (SIGSTOP, a frozen container), as far as this thread can tell."""
+        now = self._stop_now()
+        stops = list(self._stops)
+        if now is not None and (not stops or stops[-1][0] != now[0]):  # else the thread has just noted it
+            stops.append(now)
+        return sum(max(0.0, min(end, ended_s) - max(begin, began_s)) for begin, end in stops)
 
     @harmless("the look whether training goes on")
     def _is_over(self) -> bool:

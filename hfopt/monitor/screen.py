@@ -109,7 +109,7 @@ def condition(live: Mapping[str, Any]) -> str:
     """running, ended, or gone: the process is no more and did not say that it ended."""
     if live.get("ended"):
         return "ended"
-    fresh = time.time() - live["time"] < _STALE_S
+    fresh = abs(time.time() - live["time"]) < _STALE_S  # a clock that was set back makes no old sign a new one
     return "running" if fresh or psutil.pid_exists(live["pid"]) else "gone"
 
 

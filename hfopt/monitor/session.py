@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -35,9 +36,10 @@ from hfopt.monitor.metrics import Alerts, OnFinding, Send, alert_of, sender, tra
 from hfopt.monitor.model_inputs import InputWatch
 from hfopt.monitor.run_setup import facts_of, find_place, growing_gradients, scale_of
 from hfopt.monitor.sampler import Sampler
-from hfopt.monitor.step_clock import Event, MeetingPoints, StepClock
+from hfopt.monitor.step_clock import Event, MeetingPoints, RunTime, StepClock
 from hfopt.monitor.window import Meter, Total, data_share, merge
 from hfopt.schema import Finding, RankLag, Sample, Window
+from hfopt.units import format_seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class Options:
     plan: Any = None
     flops_per_sample: float | None = None
     on_finding: OnFinding | None = None
-    max_log_bytes: int = 16 << 20
+    max_log_bytes: int = journal.MOST_BYTES
 
     def log_path(self, output_dir: str | None, rank: int) -> Path:
         """`<output_dir>/hfopt/monitor.jsonl` unless told otherwise; a rank other than the first has its own file beside it."""
@@ -92,6 +94,7 @@ def _entries(trainer: Any) -> dict[int, CodeType]:
 
 
 _BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window
+_LATEST = 100  # entries of the Trainer's own log
 _RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
 
 
@@ -115,7 +118,8 @@ class WatchSession:
         self.faults = Faults(self.say)
         self._rank, self._world = args.process_index, args.world_size
         self._pid = os.getpid()
-        self._began_s, self._began_time, self._spent_s, self._ranks_s = time.monotonic(), time.time(), 0.0, float("-inf")
+        self._now = RunTime()
+        self._began_s, self._began_time, self._spent_s, self._ranks_s = time.monotonic(), self._now(), 0.0, float("-inf")
         self._total, self._epoch = Total(), Total()
         self._unreported: list[Window] = []
         self._lags: tuple[RankLag, ...] = ()
@@ -126,7 +130,7 @@ class WatchSession:
             self.faults.report("GPU readings", RuntimeError(self._place.why_no_cards))
         if (fault := growing_gradients(training.trainer, options.plan)) is not None:
             self.say(f"hfopt: warning: {fault}")
-        self.clock = StepClock()
+        self.clock = StepClock(self._now, lambda began_s, ended_s: self._sampler.stopped_s(began_s, ended_s))
         host = HostProbe(thread=threading.current_thread(), cores=self._place.cores)
         self._presence = Presence(training.trainer)
         self._sampler = Sampler(
@@ -156,9 +160,8 @@ class WatchSession:
     def _open_journal(self, training: Training) -> Journal:
         args, state, place = training.args, training.state, self._place
         path = self._options.log_path(args.output_dir, self._rank)
-        journal = Journal(
-            path, rank=self._rank, world_size=self._world, csv=self._options.csv, max_bytes=self._options.max_log_bytes, faults=self.faults
-        )
+        options, ranks = self._options, {"rank": self._rank, "world_size": self._world}
+        journal = Journal(path, **ranks, csv=options.csv, max_bytes=options.max_log_bytes, faults=self.faults, now=self._now)
         journal.state.update(max_steps=state.max_steps, cores=place.cores)
         journal.write(
             "header",
@@ -268,12 +271,16 @@ class WatchSession:
             self.say("\n".join(f"hfopt: plan for {receipt.planned_for}: {line}" for line in lines))
         self._alerts.close()
 
+    def detach(self) -> None:
+        """What it put into model and Trainer is taken out; no lock is asked for."""
+        self._inputs.detach()
+        self._meeting.detach()
+
     def stop(self) -> None:
         """Also for a session whose train() did not come to its end."""
         atexit.unregister(self._interrupted)
         ended = self._sampler.stop()
-        self._inputs.detach()
-        self._meeting.detach()
+        self.detach()
         self.journal.close()
         if self._place.cards is not None and ended:  # a driver that hangs would hang here too
             self._place.cards.close()
@@ -298,6 +305,10 @@ class WatchSession:
         window = self._meter.close(state)
         if window is None:
             return
+        if window.stopped_s:
+            text = f"the process stood still for {format_seconds(window.stopped_s)} (stopped or frozen); that time counts nowhere"
+            self.journal.write("warning", step=state.global_step, message=text)
+            self.say(f"hfopt: {text}")
         self._unreported.append(window)
         self.journal.state.update(s_per_step=window.seconds / window.steps, loss=_last_loss(state))
         self._data_wait = data_share(window)
@@ -364,6 +375,6 @@ class WatchSession:
 
 
 def _last_loss(state: Any) -> float | None:
-    """The last one the Trainer logged."""
-    found = next((entry["loss"] for entry in reversed(state.log_history) if "loss" in entry), None)
+    """The last one the Trainer logged; a script that logs none is not searched to its beginning at each window."""
+    found = next((entry["loss"] for entry in islice(reversed(state.log_history), _LATEST) if "loss" in entry), None)
     return float(found) if isinstance(found, int | float) else None

@@ -58,11 +58,22 @@ _PHASE: dict[Event, str] = {
     "end": "other_s",
 }
 _TRAINING = ("data_wait_s", "forward_backward_s", "optimizer_s", "other_s")
+LONG_S = 5.0  # between two events: only then is it asked whether the process was stopped
 _MOST_NOTES = 1024  # where nobody asks
 STAMPS = 64  # steps of which a rank remembers when it came where
 Mark = Literal["fetched", "begin", "forward_begin", "forward_end"]
 Stamp = tuple[int, float, float, float, float]
 """A step, and the wall clock when its data was there, the forward began, the forward ended, the backward ended."""
+
+
+class RunTime:
+    """Seconds since 1970 as they were when the run began, going on by the monotonic clock: the system's clock may be set meanwhile."""
+
+    def __init__(self) -> None:
+        self._ahead_s = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return self._ahead_s + time.monotonic()
 
 
 @dataclass(slots=True)
@@ -76,6 +87,7 @@ class Tally:
     evals: int = 0
     saves: int = 0
     logs: int = 0
+    stopped_s: float = 0.0  # in none of the phases: nobody trained
     counted_s: float = 0.0  # training of which the CPU time is known as well,
     counted_wait_s: float = 0.0  # the part of it that waited for data,
     cpu_s: float = 0.0  # and their CPU times
@@ -104,7 +116,8 @@ class Tally:
 class StepClock:
     """Fed with events in order by the training thread; each closes the stretch since the one before it and says what that was."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] | None = None, stopped: Callable[[float, float], float] | None = None) -> None:
+        self._now, self._stopped = now or time.time, stopped
         self._warm = False
         self._evaluating = False
         self.warmup_s = 0.0
@@ -158,10 +171,14 @@ class StepClock:
                 phase = "eval_s"
             elif event == "step_begin" and self._fetched:
                 phase = "other_s"  # ranks count their tokens together, so the fast ones wait for the slow ones
-            seconds = self._tally.seconds
-            seconds[phase] = seconds.get(phase, 0.0) + now_s - self._last_s
+            seconds, passed_s = self._tally.seconds, now_s - self._last_s
+            if passed_s >= LONG_S and self._stopped is not None:
+                stopped_s = self._stopped(self._last_s, now_s)
+                self._tally.stopped_s += stopped_s
+                passed_s -= stopped_s
+            seconds[phase] = seconds.get(phase, 0.0) + passed_s
             if cpu_s is not None and self._last_cpu_s is not None and phase in _TRAINING:
-                self._count_cpu(now_s - self._last_s, cpu_s - self._last_cpu_s, waiting=phase == "data_wait_s")
+                self._count_cpu(passed_s, cpu_s - self._last_cpu_s, waiting=phase == "data_wait_s")
             self._count(event)
         elif event == "step_end":
             self._warm = True
@@ -197,14 +214,14 @@ class StepClock:
             tally.logs += 1
 
     def mark(self, mark: Mark) -> None:
-        self._marks[mark] = time.time()
+        self._marks[mark] = self._now()
 
     def finish_marks(self, step: int) -> None:
         """At the end of backward; a point that was not seen counts as the one before it."""
         begin = self._marks.get("begin", 0.0)
         fetched = self._marks.get("fetched", begin)
         entered = self._marks.get("forward_begin", begin)
-        self.stamps.append((step, fetched, entered, self._marks.get("forward_end", entered), time.time()))
+        self.stamps.append((step, fetched, entered, self._marks.get("forward_end", entered), self._now()))
         self._marks.clear()
 
 

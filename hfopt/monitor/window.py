@@ -98,6 +98,7 @@ def merge(windows: Sequence[Window]) -> Window:
         last_step=windows[-1].last_step,
         steps=sum(window.steps for window in windows),
         seconds=sum(window.seconds for window in windows),
+        stopped_s=sum(window.stopped_s for window in windows),
         phases=Phases(**{f.name: sum(getattr(window.phases, f.name) for window in windows) for f in fields(Phases)}),
         synced=all(window.synced for window in windows),
         evals=sum(window.evals for window in windows),
@@ -266,7 +267,7 @@ class Meter:
         energy = self._sampler.energy_j()
         used_j = {uuid: total - self._energy_j.get(uuid, 0.0) for uuid, total in energy.items()}
         memory, cpu_s = _Allocator.read(self._scale.devices), _CpuTimes.now()
-        passed_s = max(cpu_s.wall_s - self._cpu_s.wall_s, 1e-9)
+        passed_s = max(cpu_s.wall_s - self._cpu_s.wall_s - tally.stopped_s, 1e-9)
         seen = state.num_input_tokens_seen - (self._tokens_seen or 0)
         own_samples = self._own_samples(rows, tally.micro_batches)
         preempted = cpu_s.preempted_since(self._cpu_s)
@@ -277,6 +278,7 @@ class Meter:
             last_step=state.global_step,
             steps=tally.steps,
             seconds=tally.total_s,
+            stopped_s=tally.stopped_s,
             phases=tally.phases(),
             synced=self._scale.synced,
             evals=tally.evals,

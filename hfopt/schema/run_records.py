@@ -109,6 +109,7 @@ class Window:
     steps: int
     seconds: float
     phases: Phases
+    stopped_s: float = 0.0  # in which the process stood still; in neither of the two before
     synced: bool = True  # False: the host runs ahead of the device, so phase times are those of launching
     evals: int = 0
     saves: int = 0
