@@ -28,8 +28,7 @@ from hfopt.memory.step_memory import TRACED_BATCHES
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import GenerationSettings, StepSettings, Workload
 from hfopt.trace.events import Trace
-from hfopt.trace.kernel_sizes import Kernels
-from hfopt.trace.tracer import Tracer, TraceSession, prepared
+from hfopt.trace.tracer import Tracer, TraceSession, kernels_of, prepared
 from hfopt.trace.trainer_step import TrainerLoop
 
 Preprocess = Callable[[Any, Any], Any]
@@ -43,8 +42,7 @@ def evaluation_curve(
     preprocess: Preprocess | None = None,
 ) -> EvaluationCurve:
     """Traces two batches at two sizes; `preprocess` is the Trainer's preprocess_logits_for_metrics."""
-    kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
-    tracer = Tracer(prepared(workload, settings), workload.make_batch, kernels)
+    tracer = Tracer(prepared(workload, settings), workload.make_batch, kernels_of(settings))
     seen: list[tuple[list[int], list[int]]] = []
 
     def script(session: TraceSession) -> None:

@@ -248,7 +248,7 @@ class _TracedStep:
 def _one_step(workload: Workload, settings: StepSettings, batch: int) -> _TracedStep:
     """Up to the update, whose bytes are counted instead; its kernels count."""
     from hfopt.trace.op_cost import proportional
-    from hfopt.trace.rank_step import tracer_of
+    from hfopt.trace.tracer import tracer_of
     from hfopt.trace.trainer_step import trainer_script
 
     with tracer_of(workload, settings) as tracer:

@@ -85,7 +85,7 @@ def estimate(workload: Workload, settings: StepSettings) -> Estimate:
 def traced(workload: Workload, settings: StepSettings) -> Estimate:
     """Traces the Trainer's step at two batch sizes."""
     from hfopt.trace.op_cost import grouped, proportional
-    from hfopt.trace.rank_step import tracer_of
+    from hfopt.trace.tracer import tracer_of
     from hfopt.trace.trainer_step import trainer_script
 
     began = time.perf_counter()

@@ -37,7 +37,7 @@ from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
 from hfopt.pricing.target_device import TargetDevice, device_of
 from hfopt.pricing.trace_ahead import Estimator, kept_traces
-from hfopt.schema import Assumption, Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial, Workload
+from hfopt.schema import Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
 TryOne = Callable[[Candidate, EvaluationPeak | None], Trial | None]
@@ -116,9 +116,9 @@ def plan_subject(
 ) -> Plan:
     """The same for what is already read; `hfopt compare` asks it once per card with one estimator. `priced` hears what the config takes as
     it is, in words."""
-    assumed, device = subject.assumed, device_of(subject, request)
+    device = device_of(subject, request)
     with device.pricing(subject, estimator, progress) as pricing:
-        made = _planned(subject, request, assumed, device, pricing, run, priced)
+        made = _planned(subject, request, device, pricing, run, priced)
     if made is not None:
         return made
     return plan_subject(
@@ -129,7 +129,6 @@ def plan_subject(
 def _planned(
     subject: Subject,
     request: Request,
-    assumed: tuple[Assumption, ...],
     device: TargetDevice,
     pricing: Pricing,
     run: TryOne | None,
@@ -176,7 +175,6 @@ def _planned(
     course = PlanningOutcome(
         subject=subject,
         request=request,
-        assumed=assumed,
         device=device,
         space=space,
         allowed=allowed,

@@ -121,7 +121,6 @@ class PlanningOutcome:
 
     subject: Subject
     request: Request
-    assumed: tuple[Assumption, ...]  # of the job itself
     device: TargetDevice
     space: Space
     allowed: Precisions
@@ -250,7 +249,7 @@ def _assumed(course: PlanningOutcome) -> tuple[Assumption, ...]:
     """The picture of the job, of vLLM beside it and of its evaluation."""
     vllm, evaluation = course.device.vllm, course.evaluation
     beside = () if vllm is None else vllm.assumed
-    return (*course.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
+    return (*course.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
@@ -265,7 +264,7 @@ _GUESSED_SIZES = ("length", "prompt length", "audio", "image")
 
 def _risen_on_a_guess(course: PlanningOutcome, before: MemoryPeak, after: MemoryPeak) -> tuple[str, ...]:
     """What a sample is like is not stated, and more memory is taken because of what was put in its place."""
-    guesses = [one for one in course.assumed if one.what in _GUESSED_SIZES and one.guessed]
+    guesses = [one for one in course.device.assumed if one.what in _GUESSED_SIZES and one.guessed]
     if not guesses or after.device_bytes < _RISEN * before.device_bytes:
         return ()
     words = " and ".join(f"{one.what} {one.value} ({one.settle})" for one in guesses)

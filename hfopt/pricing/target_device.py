@@ -20,7 +20,7 @@ from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.pricing.trace_ahead import Estimator
-from hfopt.schema import Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
+from hfopt.schema import Assumption, Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
 from hfopt.speed.calibration import calibrated, for_device, scaled
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
@@ -154,6 +154,7 @@ class TargetDevice:
     calibrated: str | None = None  # the day on which the device was measured
     compiler: Compiler | None = None  # None: nothing is compiled, or cannot be
     warnings: tuple[str, ...] = ()  # why nothing would run on it as things are
+    assumed: tuple[Assumption, ...] = ()  # of the job, this device and its host
 
     def pricing(self, subject: Subject, estimator: Estimator | None, progress: Progress) -> Pricing:
         job = subject.job
@@ -255,6 +256,7 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
         calibrated=figures.calibrated,
         compiler=compiler_of(subject, gpu) if subject.job.settings.torch_compile or COMPILE in request.allow else None,
         warnings=() if kernels is None else (str(kernels),),
+        assumed=subject.assumed,
     )
 
 

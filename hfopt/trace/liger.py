@@ -17,8 +17,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,25 +26,12 @@ from torch import nn
 from hfopt.schema import StepSettings
 from hfopt.trace.fused_head import Tile, add_product
 from hfopt.trace.kernel_sizes import at_least
-
-if TYPE_CHECKING:
-    from hfopt.trace.recorder import Recorder
+from hfopt.trace.recorder import AT_WORK
 
 _COPIES_GRADIENT = frozenset({"gemma2", "gemma3_text", "glm4", "olmo2"})  # in_place=False: the residual needs the one that came in
 _PLAIN_ROTARY = frozenset({"glm4"})  # rope=False
 _PLAIN_NORMS = {"olmo2": ("q_norm", "k_norm")}  # not patched
 _PARTIALS = 132  # rows of partial sums: as many as the card has multiprocessors, an H100's here; they are gone at once
-_RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
-
-
-@contextlib.contextmanager
-def recorded_slices(recorder: Recorder) -> Iterator[None]:
-    """While it holds, the fused loss says which tensors are a slice's."""
-    token = _RECORDER.set(recorder)
-    try:
-        yield
-    finally:
-        _RECORDER.reset(token)
 
 
 def use_liger(model: Any, settings: StepSettings) -> bool:
@@ -143,7 +129,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _at(tile: Tile) -> Iterator[None]:
-    recorder = _RECORDER.get()
+    recorder = AT_WORK.get()
     if recorder is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""The Trainer's step on one rank of several, and the tracer for one device or one rank.
+"""The Trainer's step on one rank of several, and the tracer of that rank.
 
 DDP (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp): gradients are copied into buckets that live as long as the
 model. Until the first backward has shown the order, all parameters of a dtype share one bucket; then they are cut into buckets of 25 MiB,
@@ -6,8 +6,6 @@ the first of 1 MiB. The Trainer leaves `gradient_as_bucket_view` off, so gradien
 
 FSDP2: computes in the mixed precision's dtype without autocast, updates this rank's shards, and, unless `sync_each_batch` is set, keeps
 whole gradients through the accumulation.
-
-The tracer for a workload: of one device, or of one rank in a world that is not there.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from typing import Any
 import torch
 
 from hfopt.errors import TraceError
-from hfopt.schema import StepSettings, Workload
-from hfopt.trace.fsdp import local
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.schema import Sharding, StepSettings, Workload
+from hfopt.trace.fsdp import ShardRecorder, fake_world, fully_sharded, local, refusal
 from hfopt.trace.op_cost import cost
 from hfopt.trace.recorder import Recorder
-from hfopt.trace.tracer import Tracer, prepared
+from hfopt.trace.tracer import Tracer, kernels_of, prepared
 from hfopt.trace.trainer_step import TrainerLoop, make_optimizer, parameter_groups, trainer_script
-from hfopt.trace.zero import Zero2Loop
+from hfopt.trace.zero import Zero2Loop, in_compute_dtype
 from hfopt.trace.zero3 import Zero3Loop
 from hfopt.units import MIB
 
@@ -133,24 +130,19 @@ WARM_UP_BATCH = 1
 
 
 @contextmanager
-def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
-    """Ready to record; under FSDP2 after a step that is thrown away: the first one sets up what the later ones reuse."""
-    build, sharding = prepared(workload, settings), settings.sharding
-    kernels = Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
+def rank_tracer(workload: Workload, settings: StepSettings, sharding: Sharding) -> Iterator[Tracer]:
+    """The tracer of one rank; under FSDP2 after a step that is thrown away: the first one sets up what the later ones reuse."""
+    engine = sharding.engine
+    in_parts, on_host = engine == "zero3", engine in ("zero2", "zero3") or (engine == "fsdp2" and sharding.offload_parameters)
+    build = prepared(workload, settings)
     recorder: type[Recorder] = Recorder
-    engine = None if sharding is None else sharding.engine
-    on_host = sharding is not None and (engine in ("zero2", "zero3") or (engine == "fsdp2" and sharding.offload_parameters))
     with ExitStack() as world:
         if engine in ("zero2", "zero3"):
-            from hfopt.trace.zero import in_compute_dtype
-
-            build = in_compute_dtype(build, settings.precision, made_in_parts=engine == "zero3")
-        elif sharding is not None and engine == "fsdp2":
-            from hfopt.trace.fsdp import ShardRecorder, fake_world, fully_sharded, refusal
-
+            build = in_compute_dtype(build, settings.precision, made_in_parts=in_parts)
+        elif engine == "fsdp2":
             recorder = ShardRecorder
             build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
-        tracer = Tracer(build, workload.make_batch, kernels, cost=cost, recorder=recorder, weights_on_host=on_host)
+        tracer = Tracer(build, workload.make_batch, kernels_of(settings), cost=cost, recorder=recorder, weights_on_host=on_host)
         if engine == "fsdp2":
             try:
                 tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)

@@ -17,7 +17,9 @@ from __future__ import annotations
 import functools
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -89,6 +91,20 @@ _HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.defaul
 
 
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
+
+
+AT_WORK: ContextVar[Recorder | None] = ContextVar("at_work", default=None)
+"""The recorder of the trace that is being made, for a model whose own parts must say what they do (Liger's slices)."""
+
+
+@contextmanager
+def at_work(recorder: Recorder) -> Iterator[None]:
+    token = AT_WORK.set(recorder)
+    try:
+        with recorder:
+            yield
+    finally:
+        AT_WORK.reset(token)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[misc]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from types import CellType
 from typing import Any
@@ -33,8 +34,9 @@ from hfopt.trace.events import Trace
 from hfopt.trace.fake_tensors import FastFake, Values, attach
 from hfopt.trace.fused_head import tiled_heads
 from hfopt.trace.kernel_sizes import Kernels
-from hfopt.trace.liger import recorded_slices, use_liger
-from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder
+from hfopt.trace.liger import use_liger
+from hfopt.trace.op_cost import cost
+from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, at_work
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
@@ -157,7 +159,8 @@ class Tracer:
                 vars(module).update(state)
             real = change(self._make_batch(batch_size))
             cuda = cuda_rules(self._kernels.capability)
-            with self._fake_mode, cuda, tiled_heads(recorder), recorded_slices(recorder), recorder, ModuleNames(self.model, recorder):
+            heads = tiled_heads(recorder) if "trl" in sys.modules else contextlib.nullcontext()
+            with self._fake_mode, cuda, heads, at_work(recorder), ModuleNames(self.model, recorder):
                 self._load(recorder)
                 session = TraceSession(self.model, lambda: self._fake_batch(real), recorder)
                 try:
@@ -203,6 +206,23 @@ class Tracer:
                     recorder.take(tensor, "weights", "to_device")
 
         move(self.model)
+
+
+def kernels_of(settings: StepSettings) -> Kernels:
+    """The card's, as the sizes of what they take go by it."""
+    return Kernels(capability=settings.capability, multiprocessors=settings.multiprocessors)
+
+
+@contextlib.contextmanager
+def tracer_of(workload: Workload, settings: StepSettings) -> Iterator[Tracer]:
+    """Of one device, or of one rank in a world that is not there; ready to record."""
+    if settings.sharding is None:
+        yield Tracer(prepared(workload, settings), workload.make_batch, kernels_of(settings), cost=cost)
+        return
+    from hfopt.trace.rank_step import rank_tracer
+
+    with rank_tracer(workload, settings, settings.sharding) as tracer:
+        yield tracer
 
 
 def _explained(error: BaseException, recorder: Recorder) -> TraceError:

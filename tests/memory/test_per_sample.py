@@ -16,7 +16,7 @@ from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import alone
 from hfopt.schema import BatchShape, StepSettings, Workload
 from hfopt.trace.events import Trace
-from hfopt.trace.rank_step import tracer_of
+from hfopt.trace.tracer import tracer_of
 from hfopt.trace.trainer_step import trainer_script
 from hfopt.units import MIB
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfopt.schema import BatchShape, StepSettings, Workload
-from hfopt.trace.rank_step import tracer_of
+from hfopt.trace.tracer import tracer_of
 from hfopt.trace.trainer_step import trainer_script
 
 SETTINGS = StepSettings(capability=(8, 6), multiprocessors=28)

@@ -16,8 +16,7 @@ from hfopt.errors import TraceError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import Checkpointing, DataSpec, ModelSpec, StepSettings, Workload
-from hfopt.trace.rank_step import tracer_of
-from hfopt.trace.tracer import prepared
+from hfopt.trace.tracer import prepared, tracer_of
 from hfopt.trace.trainer_step import trainer_script
 
 Make = Callable[..., Workload]
