@@ -82,6 +82,8 @@ _NOT_MODELLED: Mapping[str, str] = {
     "qat": "fake quantization is not modelled; its temporaries come on top",
     "quantize_moe_experts": "experts are planned in 16 bits, which takes more",
 }
+_FREEZING = ("unfrozen_parameters", "lisa_n_layers")
+_ADAPTER_WHOLE = "which of the adapter's weights it freezes is not read: all of them are planned to train"
 _COUNTS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 _LIGER_LOSS, _CUT_LOSS, _CHUNKED_LOSS = "liger_fused_linear_cross_entropy", "cut_cross_entropy", "chunked_cross_entropy"
 _DEFAULT_LENGTH, _DEFAULT_RANK = 512, 8
@@ -303,7 +305,9 @@ class _File:
             yield "axolotl's fused LoRA kernels are not modelled: a step takes less memory and time than the figures"
         if data.get("rl") is not None and data.get("rl") not in _TRAINERS:
             yield f"rl: {data['rl']} is planned as supervised tuning: what it generates and compares is not counted"
-        yield from (f"{key}: {why}" for key, why in _NOT_MODELLED.items() if data.get(key))
+        for key, why in _NOT_MODELLED.items():
+            if data.get(key):
+                yield f"{key}: {_ADAPTER_WHOLE if adapter and key in _FREEZING else why}"
 
     def clashes(self) -> Iterator[Clash]:
         """What axolotl refuses to start with."""

@@ -41,6 +41,9 @@ _NOT_SECTIONS = frozenset(
     }
 )
 _MAX_DEPTH, _MAX_ITEMS = 6, 200  # deeper, or further down a list, nobody keeps arguments
+_OF_OTHER_PROGRAMS = frozenset(
+    {"vllm", "test_vllm", "sglang", "inference", "generation", "generate", "sampling", "serve", "serving", "deploy"}
+)
 _DEFAULT_NAMES = frozenset({"default", "defaults"})
 
 
@@ -174,6 +177,8 @@ def _adding(main: Section, candidates: list[Section]) -> tuple[Section, ...]:
     taken, added = set(main.keys), []
     for other in candidates:
         fresh = other.keys.keys() - taken - _WEAK
+        if _OF_OTHER_PROGRAMS.intersection(part.lower() for part in other.path):
+            fresh -= GONE.keys()  # `vllm: {tp_size: 2}` was never the Trainer's
         if other is not main and fresh and not other.keys.keys() & taken & _RIVAL_KEYS and not any(part.isdecimal() for part in other.path):
             added.append(other)
             taken |= other.keys.keys()

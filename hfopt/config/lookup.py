@@ -137,6 +137,10 @@ _LAST_KEYS = ("config_name", "checkpoint")
 _SECTIONS = ("model", "model_args", "modelarguments", "model_arguments", "model_config", "base_model", "pretrained")
 _KEYS_IN_A_SECTION = ("name_or_path", "name", "id", "path", "checkpoint", "repo", "pretrained", "hf_name", "base", "hf_id", "repo_id")
 _NOT_THE_MODEL = ("tokenizer", "ref_model", "teacher", "reward_model", "adapter", "generation", "inference", "export")
+_DATA = ("data", "dataset", "datasets", "data_args", "data_config", "dataset_config", "train_dataset", "eval_dataset", "dataset_mixture")
+_BESIDE = frozenset({"reward", "rewards", "judge", "judges", "classifier", "embedding", "embeddings", "evaluation", "eval", "retriever"})
+_BESIDE |= frozenset({"reranker", "benchmark", "monitoring", "rag", "llm_judge", "llm-judge", "evaluator", "vllm", "server"})
+"""Sections of models that only help: theirs is the one that trains where no other stands in the file."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _FAMILY = re.compile(
     r"bert|gpt|llama|qwen|mi[sx]tral|gemma|\bphi\b|phi-?\d|\bm?t5\b|bart|\bopt\b|bloom|pythia|falcon|whisper|wav2vec|hubert|wavlm|\bvit\b"
@@ -147,24 +151,28 @@ _LARGEST_SIBLING_BYTES, _MOST_SIBLINGS = 200_000, 50
 
 def model_name(facts: Facts) -> str | None:
     """The model a config names; None where it names none, or leaves it to a variable."""
-    found = [name for name in _candidates(facts) if "${" not in name and "{{" not in name]
-    return max(found, key=_likeness, default=None)  # the first of equals, in the order of the keys
+    for aside in ((*_NOT_THE_MODEL, *_BESIDE), _NOT_THE_MODEL):
+        found = [name for name in _candidates(facts, aside) if "${" not in name and "{{" not in name]
+        if found:
+            return max(found, key=_likeness)  # the first of equals, in the order of the keys
+    return None
 
 
-def _candidates(facts: Facts) -> Iterator[str]:
-    direct = [*_texts(facts, *_KEYS)]
+def _candidates(facts: Facts, aside: tuple[str, ...]) -> Iterator[str]:
+    direct = [*_texts(facts, *_KEYS, not_under=aside)]
     yield from direct
     if not direct:
-        yield from _texts(facts, *_KEYS_IN_A_SECTION, under=_SECTIONS)
-    for name in _texts(facts, *_FURTHER_KEYS):
-        yield from _texts(facts, *_KEYS_IN_A_SECTION, *_KEYS, under=(name.lower(),)) if facts.has(name.lower()) else (name,)
-    yield from _texts(facts, *_LAST_KEYS)
+        yield from _texts(facts, *_KEYS_IN_A_SECTION, under=_SECTIONS, not_under=aside)
+    for name in _texts(facts, *_FURTHER_KEYS, not_under=(*aside, *_DATA)):
+        known = facts.has(name.lower())
+        yield from _texts(facts, *_KEYS_IN_A_SECTION, *_KEYS, under=(name.lower(),), not_under=aside) if known else (name,)
+    yield from _texts(facts, *_LAST_KEYS, not_under=aside)
 
 
-def _texts(facts: Facts, *keys: str, under: tuple[str, ...] = ()) -> Iterator[str]:
+def _texts(facts: Facts, *keys: str, under: tuple[str, ...] = (), not_under: tuple[str, ...]) -> Iterator[str]:
     """One text of each key."""
     for key in keys:
-        if (text := facts.text(key, under=under, not_under=_NOT_THE_MODEL)) is not None:
+        if (text := facts.text(key, under=under, not_under=not_under)) is not None:
             yield text
 
 

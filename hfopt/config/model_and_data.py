@@ -146,6 +146,10 @@ def _weights_dtype(facts: Facts, trainer: Trainer, args: dict[str, Any], *, part
     return "bfloat16" if args.get("bf16") is True else "float16" if args.get("fp16") is True else None
 
 
+def states_dtype(facts: Facts) -> bool:
+    return facts.has(*_DTYPE_KEYS) or is_unsloth(facts)
+
+
 def _zero_3(facts: Facts) -> bool:
     """By the name of DeepSpeed's config, or by its stage where it stands in the file."""
     return named_stage(facts.text("deepspeed")) == 3 or any(stage == 3 for _, stage in facts.all("stage", under=("zero_optimization",)))

@@ -191,8 +191,8 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
         key = path[-1]
         if _is_unset(value):
             continue
-        if key == "reward_funcs" and (models := [str(one) for one in (value if isinstance(value, list) else [value]) if "/" in str(one)]):
-            named.setdefault(reasons["reward_model"], []).append(f"reward_funcs: {', '.join(models)}")  # TRL loads those with an owner
+        if key == "reward_funcs" and (models := [str(one) for one in (value if isinstance(value, list) else [value]) if _is_model(one)]):
+            named.setdefault(reasons["reward_model"], []).append(f"reward_funcs: {', '.join(models)}")
         elif key in reasons:
             named.setdefault(reasons[key], []).append(f"{key}: {_shown(value)}")
         elif not key.startswith("_") and not _is_known(key, facts.asked) and _may_matter(path, inside=path[:-1] in places):
@@ -202,6 +202,11 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
     if unknown:
         more = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
         yield f"not read, so in no figure: {', '.join(dict.fromkeys(unknown[:_MOST_LISTED]))}{more}"
+
+
+def _is_model(reward: Any) -> bool:
+    """TRL loads what has an owner; a script's own name for a function says its size where it is a model (skywork-qwen3-8b)."""
+    return "/" in str(reward) or re.search(r"[-_]\d+(\.\d+)?b([-_]|$)", str(reward).lower()) is not None
 
 
 def _may_matter(path: NodePath, *, inside: bool) -> bool:

@@ -286,6 +286,7 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
     ),
     ("nanotron", lambda data: isinstance(data.get("parallelism"), dict) and isinstance(data.get("tokens"), dict)),
     ("verl", _has("actor_rollout_ref")),
+    ("verl", lambda data: isinstance(data.get("model"), dict) and "partial_pretrain" in data["model"]),
     ("NeMo RL", lambda data: isinstance(data.get("policy"), dict) and isinstance(data.get("cluster"), dict)),
     ("trlx", lambda data: isinstance(data.get("train"), dict) and isinstance(data.get("method"), dict) and "optimizer" in data),
     ("llm-foundry", _has("max_duration", "device_train_microbatch_size", "global_train_batch_size", of=2)),

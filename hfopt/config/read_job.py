@@ -17,7 +17,7 @@ from hfopt.config.axolotl import translate
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model
+from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model, states_dtype
 from hfopt.config.other_keys import unread
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, is_axolotl, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
@@ -166,6 +166,8 @@ def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
     said = {key: facts.get(key) for key in trl_keys(trainer) if facts.has(key)}
     if trainer in GENERATING and (group := facts.whole("num_generations", *_GROUP_SIZES)) is not None:
         said["num_generations"] = group
+    if trainer == "CPO" and facts.has("gamma_beta_ratio"):  # the SimPO paper's own trainer: its likelihood term is off unless sft_weight
+        said = {**said, "loss_type": "simpo", "cpo_alpha": facts.number("sft_weight") or 0.0}
     plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
     return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
 
@@ -255,20 +257,23 @@ class _Reading:
     def _job(self, args: dict[str, Any], trainer: Any, homes: Mapping[str, Home]) -> TrainJob:
         assert self.layout.main is not None
         dialect = dialect_of(self.facts, trainer)
+        own_script = self._is_read_by_a_script(trainer, dialect)
+        model = read_model(self.facts, trainer, args)
+        loads_itself = dialect.name == TRL.name and own_script and bool(self.layout.main.path) and not states_dtype(self.facts)
         return TrainJob(
             path=self.document.path,
             section=self.layout.main.path,
             trainer=trainer,
             raw=args,
             settings=trainer_settings(args, trainer),
-            model=read_model(self.facts, trainer, args),
+            model=replace(model, loads_itself=loads_itself),
             data=read_data(self.facts, trainer),
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),
             world_size=self.world_size,
             tool=dialect.name if dialect.own_reader else None,
             uses_trl=dialect.name == TRL.name,
-            own_script=self._is_read_by_a_script(trainer, dialect),
+            own_script=own_script,
             kept=_kept(self.document, homes),
             evaluation=read_evaluation_spec(self.facts),
         )

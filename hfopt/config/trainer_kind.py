@@ -117,6 +117,8 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     near = _by_path("/".join(Path(path).parts[-2:]))  # a whole project may be named after what one of its files does
     if near in _MORE_THAN_SAMPLES and name is not None and _is_causal(name):
         return near
+    if name is not None and _is_causal(name) and _by_path(Path(path).stem) == "Reward":
+        return "Reward"
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
 
 

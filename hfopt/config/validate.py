@@ -136,8 +136,7 @@ class SectionReader:
         field = self._field(real)
         if field is None:
             return
-        foreign = judge(real, value, field).code in _FOREIGN_VALUE
-        if foreign and real not in (BATCH, ACCUMULATION):
+        if real not in (BATCH, ACCUMULATION) and judge(real, value, field).code in _FOREIGN_VALUE:
             return
         verdict = self._judge(real, key, value, field)
         self._take(real, key, verdict)
@@ -150,11 +149,12 @@ class SectionReader:
         new = value if gone.values is None else gone.values.get(value) if isinstance(value, bool) else None
         taken = target is not None and self._already(target, key)
         cannot_say = key == "warmup_ratio" and isinstance(new, int | float) and not isinstance(new, bool) and new >= 1
-        if gone.by_hand or (gone.to is not None and target is None) or (gone.inside is not None and taken) or cannot_say:
+        by_hand = gone.by_hand and value not in (None, False, "", 0, [])  # else it asked for nothing
+        if by_hand or (gone.to is not None and target is None) or (gone.inside is not None and taken) or cannot_say:
             self._say_gone(key, gone, "removed_key", None)
-        elif target is None or new is None or taken:
-            drop = Operation(path=self.section.path, key=key, remove=True)
-            self._say_gone(key, gone, "removed_key", f"drop the line; {target} is set already" if taken else "drop the line", drop)
+        elif target is None or new is None or taken or gone.by_hand:
+            fix = f"drop the line; {target} is set already" if taken else "drop the line"
+            self._say_gone(key, gone, "removed_key", fix, Operation(path=self.section.path, key=key, remove=True))
         elif gone.inside is not None:
             self.args[target] = {gone.inside: value}
             move = Operation(path=self.section.path, key=key, rename_to=target, after={gone.inside: value})

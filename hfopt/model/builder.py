@@ -360,7 +360,7 @@ def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
         () if layers is None else (Assumption(what="trained", value=f"the {'last' if layers > 0 else 'first'} {abs(layers)} layers alone"),)
     )
     return (
-        Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None, settle="dtype"),
+        Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None or spec.loads_itself, settle="dtype"),
         Assumption(what="attention", value=attention, guessed=spec.attn_implementation is None, settle="attn_implementation"),
         Assumption(what="adapter", value=adapter, settle="use_peft, lora_r"),
         *alone,

@@ -23,11 +23,11 @@ from hfopt.model.builder import FAILURES, Recipe, assumed_build, checkpoint_dtyp
 from hfopt.model.custom_code import from_reference, remote_config, remote_head
 from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import (
-    BATCH_DEPENDENT,
     NOTES,
     PAIRED,
     WITH_REFERENCE,
     Pairs,
+    known_dependence,
     loss_for,
     preference_loss,
     valued_reward,
@@ -74,7 +74,7 @@ def from_spec(
         setup = trl_setup(trainer, trl_arguments, data, task=head.task, config=config)
         if setup is not None:
             return _trl_workload(replace(recipe, trl=setup), data)
-    return _workload(recipe, data, trainer, trl=trl_arguments is not None)
+    return _workload(recipe, data, trainer, arguments=trl_arguments, trl=trl_arguments is not None)
 
 
 _NO_TARGETS = "peft has no usual target_modules for"
@@ -112,7 +112,9 @@ def _trl_workload(recipe: Recipe, data: DataSpec) -> Workload:
     setup = recipe.trl
     assert setup is not None
     pictured, flash = recipe.head.task == PICTURED, uses_flash(recipe.spec)
-    sized = _workload(replace(recipe, trl=None), data if pictured else replace(data, max_length=setup.size.length), setup.kind)
+    sized = _workload(
+        replace(recipe, trl=None), data if pictured else replace(data, max_length=setup.size.length), setup.kind, arguments=setup.arguments
+    )
     make_batch: Callable[[int], dict[str, Any]] = Pictured(make_batch=sized.make_batch)
     if not pictured:
         small = _config_of_depth(recipe.config, SMALLEST_DEPTH) or recipe.config  # batches are the trainer's, whatever the model's depth
@@ -147,7 +149,7 @@ def _trl_at_depth(recipe: Recipe, data: DataSpec, layers: int) -> Workload | Non
     return None if config is None else _trl_workload(replace(recipe, config=config), data)
 
 
-def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False) -> Workload:
+def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, arguments: Mapping[str, Any] | None = None, trl: bool = False) -> Workload:
     model, source, config, head = recipe.spec, recipe.source, recipe.config, recipe.head
     facts = recipe.facts()
     if not facts.trainable_parameters:
@@ -188,7 +190,7 @@ def _workload(recipe: Recipe, data: DataSpec, trainer: str, *, trl: bool = False
         layers=facts.layers,
         tokens_per_sample=2 * sized.tokens if sized.tokens and trainer in PAIRED else sized.tokens,
         checkpointable=facts.checkpointable,
-        batch_dependent_loss=BATCH_DEPENDENT.get(trainer) or why_batch_dependent(facts.model, head.task, accepts),
+        batch_dependent_loss=known_dependence(trainer, arguments or {}) or why_batch_dependent(facts.model, head.task, accepts),
         config=config,
         facts=ConfigFacts.of(config),
         weights_dtype=dtype_name(weights_dtype(model, config)),

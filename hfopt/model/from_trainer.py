@@ -21,7 +21,7 @@ from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
 from hfopt.model.builder import build_here, checkpoint_dtype, is_flash, repeated_blocks
 from hfopt.model.heads import task_of_class
-from hfopt.model.losses import BATCH_DEPENDENT, carry, companions, modules_of, own_loss, why_batch_dependent
+from hfopt.model.losses import carry, companions, known_dependence, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
 from hfopt.model.sample_shape import size_batch
 from hfopt.model.samples import (
@@ -178,9 +178,9 @@ def _read_off(model: nn.Module, base: nn.Module, shape: BatchShape) -> tuple[Ass
 
 
 def _known_dependence(trainer: Any) -> str | None:
-    """Of trainers whose loss cannot show it before the first step, when policy and reference are still equal."""
-    kinds = {base.__name__.removesuffix("Trainer") for base in type(trainer).__mro__}
-    return next((BATCH_DEPENDENT[kind] for kind in sorted(kinds & BATCH_DEPENDENT.keys())), None)
+    kinds = (base.__name__.removesuffix("Trainer") for base in type(trainer).__mro__)
+    found = (known_dependence(kind, vars(trainer.args)) for kind in kinds)
+    return next((why for why in found if why is not None), None)
 
 
 def _weights_dtype(model: nn.Module) -> str | None:

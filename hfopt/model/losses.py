@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from torch import nn
 
 from hfopt.errors import WorkloadError
 from hfopt.facts.loss_rule import over_the_batch
-from hfopt.schema import Task
+from hfopt.schema import GENERATING, Task
 
 Loss = Callable[[Any, dict[str, Any]], Any]
 
@@ -83,7 +83,25 @@ NOTES = {
     "KTO": "KTO: the extra pass for the KL term is not in the estimate",
 }
 
-BATCH_DEPENDENT = {"KTO": "KTO: the KL term is a mean over the micro-batch, with mismatched pairs made within it"}
+_OF_TOKENS = "is a mean over the tokens of a micro-batch, in which a sample counts more beside short ones"
+
+
+def known_dependence(trainer: str, arguments: Mapping[str, Any]) -> str | None:
+    """Of trainers whose samples cannot show it: policy and reference are equal before the first step, or the samples are of one length.
+
+    Source: trl 1.16.0 (experimental/{kto,orpo,cpo}, trainer/dpo_trainer.py, trainer/grpo_trainer.py: compute_loss).
+    """
+    if trainer == "KTO":
+        return "KTO: the KL term is a mean over the micro-batch, with mismatched pairs made within it"
+    if trainer == "ORPO" or (trainer == "CPO" and arguments.get("cpo_alpha") != 0):
+        return f"{trainer}: the likelihood of the chosen completions {_OF_TOKENS}"
+    losses = arguments.get("loss_type")
+    names = losses if isinstance(losses, (list, tuple)) else (losses,)
+    if trainer == "DPO" and ("sft" in names or arguments.get("rpo_alpha") is not None):
+        return f"DPO: the likelihood of the chosen completions (loss_type: sft) {_OF_TOKENS}"
+    if trainer in GENERATING and "bnpo" in names:
+        return f"{trainer}: the loss of loss_type: bnpo {_OF_TOKENS}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -89,7 +89,7 @@ def find_config(name: str, *, like: str | None = None) -> ConfigSource:
         if like is not None:
             known = _own_config(like)
             return replace(known, name=name, note=f"{name} is taken for {known.name} (--like): its config was not found")
-        twin = None if _looks_like_a_path(name) else _re_upload(name)
+        twin = None if Path(name).expanduser().exists() else _re_upload(name)  # a folder that is here has no config of its own
         if twin is None:
             raise
         return twin
@@ -124,9 +124,14 @@ _PACKED = re.compile(r"[-_.](unsloth[-_.])?(bnb[-_.][48]bit|awq|gptq|aqlm|gguf|e
 
 
 def _re_upload(name: str) -> ConfigSource | None:
-    """Only when the Hub cannot say better: the same name under another owner is the same architecture, packed or not, and that is said."""
-    packing = _PACKED.search(name)
-    bare = name if packing is None else name[: packing.start()]
+    """Only when the Hub cannot say better: the same name under another owner is the same architecture, packed or not, and that is said.
+
+    A folder that is not here, on the machine that trains, is known by its own name, or by the one that the Hub's cache gives it.
+    """
+    cached = re.search(r"(?:^|[/\\])models--([\w.-]+)--([\w.-]+?)(?:[/\\]|$)", name)
+    named = "/".join(cached.groups()) if cached else "/".join(["here", *re.split(r"[/\\]", name.rstrip("/\\"))][-2:])
+    packing = _PACKED.search(named)
+    bare = named if packing is None else named[: packing.start()]
     entry = find_under_any_owner(bare) or (None if packing is None else _packed_of(bare))
     if entry is None:
         return None

@@ -110,6 +110,7 @@ class ModelSpec:
     name: str | None  # Hub id, folder, config.json, or a name of the bundled table
     task: Task | None = None
     weights_dtype: str | None = None  # 'bfloat16' | 'float16' | 'float32' | 'auto'
+    loads_itself: bool = False  # a script of the user's own makes the model: an unstated dtype is its affair
     attn_implementation: str | None = None
     lora: Lora | None = None
     quantization: Quantization | None = None

@@ -197,3 +197,11 @@ def test_two_marks_or_typed_datasets_make_it_axolotls() -> None:
     assert job_of("base_model: m\nmicro_batch_size: 1\nsequence_len: 64\n").tool == "axolotl"
     with pytest.raises(ConfigError, match="no TrainingArguments"):
         load_bytes(b"base_model: m\ntitle: words\n", "c.yaml")
+
+
+def test_what_is_frozen_of_an_adapter_is_not_the_whole_model() -> None:
+    key = "unfrozen_parameters: ['^lm_head']\n"
+    assert any("all of them are planned to train" in note for note in job_of(QLORA + key).model.notes)
+    assert any(
+        "every weight is planned to train" in note for note in job_of(HEAD + "micro_batch_size: 1\nsequence_len: 8\n" + key).model.notes
+    )

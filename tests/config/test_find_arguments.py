@@ -125,3 +125,9 @@ def test_names_with_dashes_are_those_of_a_command_line(key: str, size: int) -> N
     assert batch(loaded) == size and loaded.job is not None and loaded.job.data.max_length == 64 and loaded.job.model.name == "gpt2"
     changed = edit(loaded, [Change(key="per_device_train_batch_size", before=size, after=4, reason="")])
     assert changed.data.decode() == text.replace(f"{key}: {size}", f"{key}: 4")
+
+
+def test_a_gone_key_in_a_section_of_another_program_is_none_of_ours() -> None:
+    text = "per_device_train_batch_size: 4\nlearning_rate: 1.0e-4\n"
+    assert not read(text + "test_vllm: {tp_size: 2}\n").problems
+    assert any(problem.key == "tp_size" for problem in read(text + "engine: {tp_size: 2}\n").problems)

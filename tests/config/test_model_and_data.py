@@ -40,6 +40,8 @@ def job(text: str, path: str = "c.yaml") -> TrainJob:
         "model_key: small\nmodels:\n  small: {hf_id: org/name}",
         "backbone: org/name",
         "restore_from: org/name",
+        "model: {name: org/name}\nreward: {judge: {model_name: org/other}}",
+        "dataset: {hf_repo: org/data}\nmodel: {hf_repo: org/name}",
     ],
 )
 def test_the_model_is_found(text: str) -> None:
@@ -450,3 +452,27 @@ def test_the_model_of_another_file(tmp_path: Path) -> None:
     assert named_beside(tmp_path / "train.yaml") == (tmp_path / "model.yaml", "org/name")
     (tmp_path / "other.yaml").write_text("model_name: org/another\n")
     assert named_beside(tmp_path / "train.yaml") is None
+
+
+def test_a_dataset_or_a_judge_alone_is_no_model() -> None:
+    assert job("dataset: {hf_repo: org/data}").model.name is None
+    assert job("reward: {model_name: org/judge}").model.name == "org/judge", "unless nothing else is named"
+
+
+@pytest.mark.parametrize(("path", "trainer"), [("train_reward.yaml", "Reward"), ("reward_data/train.yaml", "Trainer")])
+def test_a_reward_model_is_known_by_the_files_own_name(path: str, trainer: str) -> None:
+    assert job("model: {base_model: org/llama-8b}\nrun_name: v1", path).trainer == trainer
+    assert job("model: {base_model: bert-base-uncased}", "train_reward.yaml").trainer == "Trainer"
+
+
+def test_a_dtype_that_a_script_of_its_own_decides_is_a_guess() -> None:
+    nested = "model_name: org/llama-8b\ndpo: {beta: 0.1}\ntraining: {num_train_epochs: 1, per_device_train_batch_size: 2, style: a}\n"
+    assert load_bytes(nested.encode(), "c.yaml").job.model.loads_itself  # type: ignore[union-attr]
+    assert not load_bytes((nested + "dtype: bfloat16\n").encode(), "c.yaml").job.model.loads_itself  # type: ignore[union-attr]
+    assert not job("model_name_or_path: org/llama-8b\ndataset_name: x\nmax_length: 8\nbeta: 0.1").model.loads_itself
+
+
+def test_simpo_of_the_paper_has_no_likelihood_in_its_loss() -> None:
+    raw = job("model_name_or_path: org/llama-8b\nbeta: 2.0\ngamma_beta_ratio: 0.3").raw
+    assert raw["loss_type"] == "simpo" and raw["cpo_alpha"] == 0
+    assert job("model_name_or_path: org/llama-8b\nbeta: 2.0\ngamma_beta_ratio: 0.3\nsft_weight: 0.5").raw["cpo_alpha"] == 0.5

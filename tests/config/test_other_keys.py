@@ -30,6 +30,8 @@ def test_a_reward_model_among_the_functions_is_named() -> None:
     assert said(f"{grpo}reward_funcs: [accuracy_reward]\n") == ()
     (model,) = said(f"{grpo}reward_funcs: [accuracy_reward, org/rm]\n")
     assert model.startswith("reward_funcs: org/rm is set; what another model than the trained one holds on the card")
+    (sized,) = said(f"{grpo}reward_funcs: [len_7_chars, skywork-qwen3-8b]\n")
+    assert sized.startswith("reward_funcs: skywork-qwen3-8b is set")
 
 
 def test_keys_with_the_same_effect_share_a_sentence() -> None:

@@ -257,3 +257,8 @@ def test_a_section_with_keys_of_no_class_is_read_by_a_script(section: str, besid
 
 def test_the_fix_is_yaml_that_can_be_copied() -> None:
     assert only("evaluation_strategy: no").fix == 'eval_strategy: "no"'
+
+
+def test_a_gone_key_that_asks_for_nothing_is_dropped() -> None:
+    assert b"sharded_ddp" not in upgrade(loaded("sharded_ddp: ''\n")).data
+    assert loaded("sharded_ddp: simple\n").problems[0].fix is None, "what it asked for is the user's to say anew"

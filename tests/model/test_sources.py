@@ -173,3 +173,22 @@ def test_what_no_name_on_the_hub_can_be_is_not_asked_for(name: str, monkeypatch:
     monkeypatch.setattr("urllib.request.urlopen", None)
     with pytest.raises(WorkloadError, match="not a valid hub id"):
         find_config(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "taken_for"),
+    [
+        ("/mnt/disk/models/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("../weights/Llama-3.1-8B-Instruct/", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", "Qwen/Qwen2.5-0.5B"),
+    ],
+)
+def test_a_folder_on_another_machine_is_known_by_its_name(name: str, taken_for: str) -> None:
+    source = find_config(name)
+    assert source.taken_for == taken_for and "by its name" in (source.note or "")
+
+
+@pytest.mark.parametrize("name", ["/mnt/disk/out/final", "/mnt/disk/models/Qwen2.5-7B-Instruct-ours", "./sft/checkpoint-500"])
+def test_a_folder_of_another_name_is_not_guessed(name: str) -> None:
+    with pytest.raises(WorkloadError, match="unknown model"):
+        find_config(name)

@@ -142,3 +142,30 @@ def test_nothing_of_the_process_is_changed(tiny: Tiny) -> None:
     _made("SFT", tiny("llama"))
     assert dict(os.environ) == environment and dict(AcceleratorState._shared_state) == shared
     assert torch.equal(torch.random.get_rng_state(), seeded)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("ORPO", {}),
+        ("CPO", {}),
+        ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        ("DPO", {}),
+        ("DPO", {"loss_type": ["sigmoid", "sft"]}),
+    ],
+)
+def test_batch_is_not_traded_where_a_token_mean_is_in_the_loss(tiny: Tiny, kind: str, arguments: dict[str, Any]) -> None:
+    """The real trainer's gradients of 8 × 1 and 2 × 4 differ for these alone, and only where samples are of different lengths."""
+    workload = _made(kind, tiny("llama"), **arguments)
+    model, compute = workload.build_model(), workload.compute_loss
+    assert compute is not None
+    batch = workload.make_batch(2)
+    for name, tensor in batch.items():  # the first chosen completion ends early
+        if name in ("chosen_labels", "chosen_attention_mask", "completion_mask"):
+            tensor[0, 5:] = -100 if name == "chosen_labels" else 0
+    rows = {name: len(tensor) for name, tensor in batch.items() if isinstance(tensor, torch.Tensor)}
+    single = [{name: batch[name][one :: size // (size // 2)][: size // 2] for name, size in rows.items()} for one in (0, 1)]
+    with torch.no_grad():
+        whole, parts = compute(model, dict(batch)).item(), [compute(model, dict(part)).item() for part in single]
+    differs = abs(whole - sum(parts) / 2) > 2e-5 * abs(whole)
+    assert differs == (workload.batch_dependent_loss is not None), (whole, parts, workload.batch_dependent_loss)
