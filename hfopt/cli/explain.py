@@ -48,10 +48,13 @@ def explain(
       pbpaste | hfopt explain - --config train.yaml       a traceback from the clipboard
       hfopt explain train.log --json                      for a program
     """
-    from hfopt.facts.log_text import read_lines
+    from hfopt.facts.log_text import is_text, read_lines
     from hfopt.facts.oom_log import read_oom
 
-    lines = read_lines(_read(log))
+    raw = _read(log)
+    if not is_text(raw):
+        raise LogError(f"{'standard input' if log == '-' else log}: is not text", hint="give the log that the run printed")
+    lines = read_lines(raw)
     report = read_oom(lines)
     if report is None:
         _tell_none(log, lines, as_json=as_json)

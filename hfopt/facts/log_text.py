@@ -46,11 +46,23 @@ _BOX_END = re.compile(r"\s*[│┃║]\s*$")
 _SECRET_PAIRS = re.compile(r"(?i)\b((?:[\w-]*(?:token|secret|password|passwd|api_?key|access_key|authorization)[\w-]*)\s*[=:]\s*)(\S+)")
 
 
+_SAMPLE, _MOST_CONTROLS = 1 << 16, 0.05  # bytes of a file's end that are looked at, and their share that no text has
+_TEXTLESS = bytes(code for code in range(32) if code not in b"\t\n\v\f\r\b\x1b")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLine:
     number: int  # from 1, in the log as it was given
     text: str
     rank: int | None = None
+
+
+def is_text(raw: bytes) -> bool:
+    """Not a checkpoint or an archive: by the control characters at its end."""
+    end = raw[-_SAMPLE:]
+    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return True
+    return len(end) - len(end.translate(None, _TEXTLESS)) <= _MOST_CONTROLS * max(len(end), 1000)
 
 
 def read_lines(raw: bytes) -> tuple[LogLine, ...]:

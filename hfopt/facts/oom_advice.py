@@ -25,7 +25,7 @@ PHASES: Mapping[OomPhase, str] = {
 }
 _CAUSES: Mapping[OomCause, str] = {
     "device_full": "the run itself fills the card",
-    "fragmentation": "fragmentation: enough memory was reserved, but in pieces",
+    "fragmentation": "fragmentation: enough memory was there, but in pieces",
     "other_processes": "other processes hold a part of the card",
     "one_request": "a single tensor asks for more than the card can give",
     "refused_though_free": "the driver refused though enough was free: another process was quicker, Windows keeps a share, or a single "
@@ -122,7 +122,7 @@ def _change(what: str, how: str, effect: str = "same") -> FittingChange:
 def _by_cause(report: OomReport) -> Iterator[FittingChange]:
     figures = report.figures
     match report.cause:
-        case "fragmentation":
+        case "fragmentation" if report.source != "XLA":
             yield _change(f"expandable segments: the {format_bytes(figures.unused_bytes or 0)} in pieces become usable", EXPANDABLE)
         case "other_processes":
             named = ", ".join(str(process) for process in report.processes)

@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hfopt.facts.log_text import LogLine, shown
-from hfopt.facts.oom_messages import SIZE, Form, cause_of, device_of, figures_of, form_of, other_fault, processes_of, size_of, talks_of_it
+from hfopt.facts.oom_forms import Form, form_of, other_fault, talks_of_it
+from hfopt.facts.oom_messages import SIZE, cause_of, device_of, figures_of, processes_of, size_of
 from hfopt.facts.oom_phase import STEP, phase_before
 from hfopt.schema import OomPhase, OomReport
 from hfopt.units import GIB, KIB
@@ -79,9 +80,8 @@ def _hits(lines: Sequence[LogLine]) -> list[tuple[int, Form]]:
             hits.append((index, form))
     if hits:
         return hits[::-1]
-    pairs = [pair for pair in enumerate(pairwise(lines)) if not any(talks_of_it(line.text) for line in pair[1])]
-    joined = [(index, form_of(line.text + following.text.lstrip())) for index, (line, following) in pairs]  # broken by a terminal
-    return [(index, form) for index, form in joined if form is not None]
+    joined = ((index, form_of(line.text + after.text.lstrip()), (line, after)) for index, (line, after) in enumerate(pairwise(lines)))
+    return [(index, form) for index, form, pair in joined if form is not None and not any(talks_of_it(line.text) for line in pair)]
 
 
 def _message(lines: Sequence[LogLine], index: int) -> str:

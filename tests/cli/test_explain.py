@@ -69,6 +69,13 @@ def test_what_cannot_be_read_ends_with_2(run: Run, tmp_path: Path, name: str, mo
     assert code == 2 and err.startswith("hfopt: ") and "Traceback" not in err
 
 
+def test_what_is_not_text_is_refused_at_once(run: Run, tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(range(256)) * 400)
+    code, _, err = run(str(weights))
+    assert code == 2 and "is not text" in err and "Traceback" not in err
+
+
 def test_a_config_that_cannot_be_read_ends_with_2(run: Run, tmp_path: Path) -> None:
     code, _, err = run("-", "--config", str(tmp_path / "none.yaml"), given=OOM.format(total="1.60").encode())
     assert code == 2 and "none.yaml" in err

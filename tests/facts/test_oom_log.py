@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_phase_and_cause_are_those_of_the_thread(log: dict[str, Any]) -> None:
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.", "device_full", "unknown"),
         ("DataLoader worker (pid(s) 3216) exited unexpectedly", "host_killed", "data"),
         ("Your session crashed after using all available RAM.", "host_killed", "unknown"),
+        (
+            "    logits = logits / self.temperature\n             ~~~~~~~^~~~~~~~\n"
+            "RuntimeError: MPS backend out of memory (MPS allocated: 12.74 GB, other allocations: 4.39 GB, max allowed: 18.13 GB). "
+            "Tried to allocate 1.02 GB.",
+            "device_full",
+            "loss",
+        ),
+        (
+            " return Variable._execution_engine.run_backward(  # Calls into the C++ engine\n           ^^^^^^^^^^\n"
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.",
+            "device_full",
+            "backward",
+        ),
+        ("Parameter Offload - Persistent parameters statistics\nexits with return code = -9", "host_killed", "setup"),
+        ("Summoning checkpoint.\nKilled", "host_killed", "saving"),
+        ("Resource exhausted: Out of memory allocating 4294967296 bytes.", "device_full", "unknown"),
     ],
 )
 def test_forms_that_schedulers_shells_and_libraries_have(text: str, cause: str, phase: str) -> None:
@@ -212,6 +229,21 @@ def test_a_huge_log_is_read_from_its_end() -> None:
     raw = b"x" * (MOST_BYTES + 10) + b"\n" + CUDA.encode()
     report = read_oom(read_lines(raw[-MOST_BYTES:]))
     assert report is not None and report.figures.requested_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("piece", [b"_", b"a/", b"-> ", b"a.", b"val "])
+def test_no_line_costs_its_square(piece: bytes) -> None:
+    def log(length: int) -> bytes:
+        line = b'  File "a.py", line 1, in ' + piece * (length // len(piece)) + b".py\n"
+        return b"Traceback (most recent call last):\n" + line * 40 + CUDA.encode()
+
+    assert _seconds(log(3900)) < 40 * _seconds(log(390))  # ten times as long; its square would cost a hundredfold
+
+
+def _seconds(raw: bytes) -> float:
+    start = time.process_time()
+    read_oom(read_lines(raw))
+    return time.process_time() - start
 
 
 @pytest.mark.parametrize("raw", [b"\xff\xfe" + CUDA.encode("utf-16-le"), b"\xef\xbb\xbf" + CUDA.encode(), b"\xff\x00\x80" + CUDA.encode()])
