@@ -165,7 +165,8 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
 
 def _rows(case: TrlCase) -> list[dict[str, Any]]:
     """Most are as long as they may be, every sixth a quarter shorter."""
-    return [_row(case, case.length - (case.length // 4 if number % case.batch == 1 else 0), number) for number in range(8 * case.batch)]
+    count = case.batch * max(8, 4 * case.keys.get("gradient_accumulation_steps", 1))
+    return [_row(case, case.length - (case.length // 4 if number % case.batch == 1 else 0), number) for number in range(count)]
 
 
 def _row(case: TrlCase, length: int, number: int) -> dict[str, Any]:

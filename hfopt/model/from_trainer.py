@@ -21,6 +21,7 @@ from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
 from hfopt.model.builder import build_here, checkpoint_dtype, is_flash, repeated_blocks
 from hfopt.model.heads import task_of_class
+from hfopt.model.loading import mark_loaded
 from hfopt.model.losses import carry, companions, known_dependence, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
 from hfopt.model.sample_shape import size_batch
@@ -52,7 +53,12 @@ class Copies:
         return getattr(self.template, "config", None)
 
     def __call__(self) -> nn.Module:
-        return build_here(lambda: copy.deepcopy(self.template), real=lambda: _copied(self.trainer, keep_weights=True))
+        return build_here(self._bare, real=lambda: _copied(self.trainer, keep_weights=True))
+
+    def _bare(self) -> nn.Module:
+        twin = copy.deepcopy(self.template)
+        by_name = getattr(self.trainer.args, "model_init_kwargs", None) is not None  # TRL takes them where it loads the model itself
+        return mark_loaded(twin) if by_name else twin
 
 
 def copies_of(trainer: Any) -> Copies:

@@ -24,6 +24,7 @@ from torch import nn
 from hfopt.compat.transformers_patches import quietly, undisturbed
 from hfopt.errors import WorkloadError
 from hfopt.facts.training_keys import as_spelled
+from hfopt.model.loading import mark_loaded
 from hfopt.model.losses import Alone, apart, carry, loss_of
 from hfopt.model.trl_samples import SampleSize, rows, tokenizer
 from hfopt.schema import GENERATING
@@ -107,6 +108,8 @@ class TrlSetup:
         reference = getattr(trainer, "ref_model", None)
         if isinstance(reference, nn.Module):
             carry(trained, {"ref_model": reference})
+        if "device_map" not in (self.arguments.get("model_init_kwargs") or {}):
+            mark_loaded(trained)
         beside = apart(trainer)
         beside.accelerator = _OneDevice(beside)
         beside.callback_handler = None  # it holds the model, the data and the optimizer once more

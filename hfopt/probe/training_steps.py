@@ -26,6 +26,7 @@ from hfopt.facts.oom_errors import RAISED_AS, is_oom
 from hfopt.model.batch import with_decoder_inputs
 from hfopt.model.builder import skeleton
 from hfopt.model.from_config import from_job
+from hfopt.model.loading import card_loads
 from hfopt.model.losses import REFERENCE
 from hfopt.probe.dry_run import Device, Extent, training_arguments
 from hfopt.schema import Candidate, EvaluationPeak, TrainJob, Workload
@@ -219,25 +220,37 @@ def build_on(workload: Workload, device: Device) -> Any:
     if device == "cpu":
         return workload.build_model()
     model = skeleton(workload.build_model)
-    _materialise(model, {})
+    done: Materialised = {}
+    for load in card_loads(model):
+        torch.empty(load.block_bytes // 2, dtype=torch.float16, device="cuda")
+        for parameter in load.weights:
+            _on_card(parameter, done)
+    _materialise(model, done)
     return model
 
 
-def _materialise(module: nn.Module, done: dict[int, tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """In the order of nn.Module._apply: children first, then parameters, then buffers; tied parameters once."""
+Materialised = dict[int, tuple[nn.Parameter, nn.Parameter]]
+
+
+def _on_card(parameter: nn.Parameter, done: Materialised) -> nn.Parameter:
+    """Tied parameters once."""
+    if id(parameter) not in done:
+        new_data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
+        if new_data.is_floating_point():
+            new_data.normal_(0, 0.02)
+        new = nn.Parameter(new_data, requires_grad=parameter.requires_grad)
+        new.__dict__.update(parameter.__dict__)
+        done[id(parameter)] = parameter, new
+    return done[id(parameter)][1]
+
+
+def _materialise(module: nn.Module, done: Materialised) -> None:
+    """In the order of nn.Module._apply: children first, then parameters, then buffers."""
     for child in module.children():
         _materialise(child, done)
     for name, parameter in module._parameters.items():
-        if parameter is None:
-            continue
-        if id(parameter) not in done:
-            new_data = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cuda")
-            if new_data.is_floating_point():
-                new_data.normal_(0, 0.02)
-            new = nn.Parameter(new_data, requires_grad=parameter.requires_grad)
-            new.__dict__.update(parameter.__dict__)
-            done[id(parameter)] = parameter, new
-        module._parameters[name] = done[id(parameter)][1]
+        if parameter is not None:
+            module._parameters[name] = _on_card(parameter, done)
     for name, buffer in module._buffers.items():
         if buffer is not None:  # on meta: the scales of packed weights, made with them and nothing but zeros
             module._buffers[name] = torch.zeros_like(buffer, device="cuda") if buffer.is_meta else buffer.to("cuda")

@@ -142,7 +142,9 @@ def rank_tracer(workload: Workload, settings: StepSettings, sharding: Sharding) 
         elif engine == "fsdp2":
             recorder = ShardRecorder
             build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
-        tracer = Tracer(build, workload.make_batch, kernels_of(settings), cost=cost, recorder=recorder, weights_on_host=on_host)
+        tracer = Tracer(
+            build, workload.make_batch, kernels_of(settings), cost=cost, recorder=recorder, weights_on_host=on_host, loads_onto_card=False
+        )
         if engine == "fsdp2":
             try:
                 tracer.record(trainer_script(settings, workload.compute_loss, steps=1), WARM_UP_BATCH)

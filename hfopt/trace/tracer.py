@@ -28,6 +28,7 @@ from hfopt.compat.transformers_patches import (
     trainer_turns_cache_off,
 )
 from hfopt.errors import TraceError
+from hfopt.model.loading import card_loads
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_choices import cuda_rules, grouped_windows
 from hfopt.trace.events import Trace
@@ -128,8 +129,10 @@ class Tracer:
         cost: CostFunction | None = None,
         recorder: type[Recorder] = Recorder,
         weights_on_host: bool = False,
+        loads_onto_card: bool = True,
     ) -> None:
         self._weights_on_host = weights_on_host  # or counted by the script itself
+        self._loads_onto_card = loads_onto_card  # weights that are marked so
         self._recorder = recorder
         self._make_batch = make_batch
         self._kernels = kernels
@@ -194,7 +197,12 @@ class Tracer:
         return batch
 
     def _load(self, recorder: Recorder) -> None:
-        """nn.Module._apply: children first, then a module's own parameters, then its buffers."""
+        """nn.Module._apply: children first, then a module's own parameters, then its buffers; before it, what is loaded onto the card."""
+        for load in card_loads(self.model) if self._loads_onto_card else ():
+            if load.block_bytes:
+                recorder.release(recorder.allocate(load.block_bytes, "to_device"))
+            for parameter in load.weights:
+                recorder.take(parameter, "weights", "to_device")
 
         def move(module: Any) -> None:
             for child in module.children():

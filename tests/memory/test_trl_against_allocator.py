@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trl_accuracy.py"
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize(
-    "title", ["SFT LoRA llama", "DPO qwen2", "SFT packed llama", "GRPO beta qwen3", "Seq2Seq t5", "SFT padding-free gemma2"]
+    "title", ["SFT LoRA llama", "Reward qwen2", "DPO qwen2", "SFT packed llama", "GRPO beta qwen3", "Seq2Seq t5", "SFT padding-free gemma2"]
 )
 def test_yaml_live_and_virtual_agree(title: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
