@@ -244,6 +244,7 @@ TEXTS: Mapping[str, Mapping[str, tuple[tuple[str, str], ...]]] = {  # package ->
             ("5", r"^    use_cache:"),
             ("0", r"^    per_device_train_batch_size: int = field\("),
         ),
+        "modeling_utils.py": (("0", r"^class AttentionInterface\b"), ("0", r"^    _global_mapping = \{$")),
         "training_args_seq2seq.py": (("0", r"^class Seq2SeqTrainingArguments\b"),),
         "trainer_utils.py": (("0", r"^class SaveStrategy\(ExplicitEnum\):$"), ("0", r"^class IntervalStrategy\(ExplicitEnum\):$")),
     },

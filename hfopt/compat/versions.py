@@ -93,6 +93,16 @@ def training_arguments_source() -> str:
     return (folder / "training_args.py").read_text(encoding="utf-8")
 
 
+@cache
+def attention_names() -> frozenset[str]:
+    """What `attn_implementation` may be in the installed transformers, read from its source; empty where that says nothing."""
+    folder = source_folder("transformers")
+    source = folder / "modeling_utils.py" if folder is not None else None
+    text = source.read_text(encoding="utf-8") if source is not None and source.is_file() else ""
+    table = re.search(r"^class AttentionInterface\b.*?^    _global_mapping = \{$(.*?)^    \}", text, re.MULTILINE | re.DOTALL)
+    return frozenset() if table is None else frozenset({"eager", *re.findall(r'^ +"([^"]+)":', table[1], re.MULTILINE)})
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchBuild:
     """torch/version.py, read and not run. A build for neither CUDA nor ROCm is for the CPU."""

@@ -199,6 +199,8 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
     if dialect is MS_SWIFT:
         return swift_defaults(facts, args, world_size)
     found = _of_a_whole_batch(facts, args, world_size)
+    if facts.false("use_gpu", "use_cuda") and "use_cpu" not in args:
+        found["use_cpu"] = True
     if dialect.name == TRL.name:
         return found | _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
     found |= _of_seq2seq_script(facts, args)

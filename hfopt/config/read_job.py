@@ -158,7 +158,13 @@ def _load_translated(document: Document, made: Translation, present: Installed, 
     )
 
 
-_GROUP_SIZES = ("group_size", "num_samples_per_prompt", "rollouts_per_prompt")  # what scripts call num_generations
+_GROUP_SIZES = (
+    "group_size",
+    "num_samples_per_prompt",
+    "rollouts_per_prompt",
+    "generations_per_prompt",
+    "samples_per_prompt",
+)  # what scripts call num_generations
 
 
 def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
@@ -259,7 +265,7 @@ class _Reading:
         dialect = dialect_of(self.facts, trainer)
         own_script = self._is_read_by_a_script(trainer, dialect)
         model = read_model(self.facts, trainer, args)
-        loads_itself = dialect.name == TRL.name and own_script and bool(self.layout.main.path) and not states_dtype(self.facts)
+        loads_itself = dialect.name == TRL.name and own_script and not states_dtype(self.facts)
         return TrainJob(
             path=self.document.path,
             section=self.layout.main.path,

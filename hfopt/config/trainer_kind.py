@@ -252,6 +252,7 @@ _OF_KEYS: tuple[tuple[Task, tuple[str, ...]], ...] = (  # options of transformer
     ("token_classification", ("label_all_tokens", "return_entity_level_metrics")),
     ("masked_lm", ("mlm_probability", "line_by_line")),
 )
+_CLASS_LOSSES = frozenset({"bce", "focal", "focal_loss", "bce_with_logits", "weighted_ce"})
 _COMPARING = re.compile(
     r"negativesranking|mnrl|cosinesimilarityloss|cosentloss|angleloss|tripletloss|infonce|onlinecontrastive|gistembed", re.IGNORECASE
 )
@@ -306,7 +307,16 @@ def _gathered(facts: Facts) -> tuple[Task | None, int | None]:
             return task, None
     name = _first_text(facts, "dataset_name", "dataset", "dataset_id", "dataset_path").rsplit("/", 1)[-1].lower()
     known = _LABELLED.get(name)
-    return (None, None) if known is None else (known[0], known[1] or _TOKEN_LABELS.get(name))
+    if known is None:
+        return ("sequence_classification", None) if _tells_classes_apart(facts) else (None, None)
+    return known[0], known[1] or _TOKEN_LABELS.get(name)
+
+
+def _tells_classes_apart(facts: Facts) -> bool:
+    """A loss over classes alone, or the name of the run."""
+    losses = {str(value).lower() for _, value in facts.all("loss", "loss_type", "loss_fn", "loss_name", "kind")}
+    named = " ".join(facts.text(key) or "" for key in ("experiment_family", "experiment_name", "run_name", "project_name", "output_dir"))
+    return bool(losses & _CLASS_LOSSES) or "classif" in named.lower()
 
 
 def _listed_labels(facts: Facts) -> int | None:

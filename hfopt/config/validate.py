@@ -279,8 +279,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
     if args.get("fp16") is True and args.get("bf16") is True:
         message = "fp16 and bf16 are both true; TrainingArguments refuses that"
         yield _found("error", "conflict", "fp16", place_of, message, "keep bf16 where the card has it")
-    yield from _check_best_model(args, place_of)
-    yield from _check_deepspeed(args, place_of)
+    yield from (*_check_best_model(args, place_of), *_check_deepspeed(args, place_of))
     if trainer == "GRPO":
         yield from _check_generations(args, facts, world_size, place_of)
     factory = is_llama_factory(facts)
@@ -311,7 +310,8 @@ def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[Fo
     if saving != "best" and saving != evaluating:
         message = f"load_best_model_at_end needs equal strategies, but save_strategy is {saving} and eval_strategy is {evaluating}"
         fix = f"eval_strategy: {saving}" if saving != "no" else None
-        yield _found("error", "conflict", "load_best_model_at_end", place_of, message, fix)
+        severity = "error" if "eval_strategy" in args or "eval_steps" not in args else "warning"  # else a script may well set it
+        yield _found(severity, "conflict", "load_best_model_at_end", place_of, message, fix)
     every_save, every_eval = args.get("save_steps", 500), args.get("eval_steps", args.get("logging_steps", 500))
     whole = all(isinstance(value, int | float) and value >= 1 for value in (every_save, every_eval))
     if saving == evaluating == "steps" and whole and every_save % every_eval:

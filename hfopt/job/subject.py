@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.transformers_patches import lean_imports, spare_inductor, spare_scipy
-from hfopt.config.deepspeed_json import by_its_name, is_missing, zero_defaults
+from hfopt.compat.versions import attention_names
+from hfopt.config.deepspeed_json import by_its_name, config_mapping, is_missing, zero_defaults
 from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
 from hfopt.config.settings import fixed_by_deepspeed, model_parallel_of, sharding_of, with_raw
-from hfopt.config.training_arguments import ACCUMULATION, BATCH, trl_keys
+from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, trl_keys
 from hfopt.config.translation import launched_by, read_accelerate_file
 from hfopt.config.yaml_edit import repairs_of, upgrade
 from hfopt.errors import ConfigError
@@ -132,6 +134,8 @@ def from_file(
         loaded, repairs = _repaired(_reread(as_written, request, world), request.section, world, request.for_transformers)
         others = _errors(loaded, as_written)[1]
     _check_named(job, path)
+    _check_attention(job)
+    job, checkpointed = _as_fsdp_checkpoints(job, request, path.parent)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.settings.engine, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
     fixed = {} if request.engine is not None else fixed_by_deepspeed(job.settings.engine, path.parent)
@@ -139,7 +143,7 @@ def from_file(
     job = replace(job, kept=job.kept | fixed.keys())
     with before_tracing(begin):
         workload = known(job, hardware, first_answer(job, hardware, request.headroom)) or workload_of(job, lean=request.own_process)
-    about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *assumed, *_fixed(fixed))
+    about = (*as_written.unread, *launch_notes, *_other_optimizer(job), *checkpointed, *assumed, *_fixed(fixed))
     return Subject(
         job=job,
         workload=workload,
@@ -169,6 +173,35 @@ def _check_named(job: TrainJob, path: Path) -> None:
         raise ConfigError(
             f"{path} names no model", hint=f"{beside[0].name} beside it names {beside[1]}: --model-from {shlex.quote(str(beside[0]))}"
         )
+
+
+def _check_attention(job: TrainJob) -> None:
+    """Before the seconds of importing what would refuse it; a name with an owner is a kernel of the Hub."""
+    name, known = job.model.attn_implementation, attention_names()
+    if name is not None and known and "/" not in name and name.removeprefix("paged|") not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        raise ConfigError(
+            f"{ATTENTION}: {name} is not known to transformers {installed().version}",
+            hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted(known))}",
+        )
+
+
+def _as_fsdp_checkpoints(job: TrainJob, request: Request, folder: Path) -> tuple[TrainJob, tuple[str, ...]]:
+    """`activation_checkpointing` in the fsdp_config: it stays as it is, for beside it transformers refuses the Trainer's own."""
+    engine, own = job.settings.engine, "gradient_checkpointing"
+    if job.world_size < 2 or engine.fsdp is None or (request.engine or "fsdp")[:4] != "fsdp":
+        return job, ()
+    if config_mapping(engine.fsdp_config or {}, "fsdp_config", folder).get("activation_checkpointing") not in (True, "true", "True"):
+        return job, ()
+    if job.raw.get(own) is True and job.tool is None:
+        raise ConfigError(
+            f"{own} and the fsdp_config's activation_checkpointing are both true: transformers refuses to start", hint=f"drop {own}"
+        )
+    kept = replace(job, kept=job.kept | {own, "activation_checkpointing", f"{own}_kwargs"})
+    note = (
+        "the fsdp_config's activation_checkpointing stays: accelerate recomputes blocks with other random numbers, so only without dropout"
+    )
+    return with_raw(kept, {**job.raw, own: True, f"{own}_kwargs": {"use_reentrant": False}}), (note,)
 
 
 def _with_deepspeed(job: TrainJob, folder: Path, request: Request) -> tuple[TrainJob, tuple[str, ...]]:

@@ -470,9 +470,38 @@ def test_a_dtype_that_a_script_of_its_own_decides_is_a_guess() -> None:
     assert load_bytes(nested.encode(), "c.yaml").job.model.loads_itself  # type: ignore[union-attr]
     assert not load_bytes((nested + "dtype: bfloat16\n").encode(), "c.yaml").job.model.loads_itself  # type: ignore[union-attr]
     assert not job("model_name_or_path: org/llama-8b\ndataset_name: x\nmax_length: 8\nbeta: 0.1").model.loads_itself
+    assert job("model_name_or_path: org/llama-8b\ntrain_file: x\nmax_answer_length: 8\nbeta: 0.1\nmax_length: 8").model.loads_itself
 
 
 def test_simpo_of_the_paper_has_no_likelihood_in_its_loss() -> None:
     raw = job("model_name_or_path: org/llama-8b\nbeta: 2.0\ngamma_beta_ratio: 0.3").raw
     assert raw["loss_type"] == "simpo" and raw["cpo_alpha"] == 0
     assert job("model_name_or_path: org/llama-8b\nbeta: 2.0\ngamma_beta_ratio: 0.3\nsft_weight: 0.5").raw["cpo_alpha"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "text", ["losses: [{name: focal, kind: focal}]", "experiment_family: safety_classifier_v2", "run_name: text-classification-3"]
+)
+def test_an_encoder_is_a_classifier_by_its_loss_or_its_runs_name(text: str) -> None:
+    assert job(f"base_model: distilbert-base-uncased\n{text}").model.task == "sequence_classification"
+    assert job(f"base_model: distilbert-base-uncased\ndataset: conll2003\n{text}").model.task == "token_classification"
+    assert job(f"base_model: org/llama-8b\n{text}").model.task is None
+
+
+def test_self_distillation_is_no_grpo() -> None:
+    beyond = job("model: org/llama-8b\nmax_completion_length: 64\nsteps_per_generation: 4\ngenerate_from_teacher: false").model.beyond
+    assert beyond is not None and beyond.startswith("self-distillation generates")
+
+
+def test_a_script_that_uses_no_gpu_computes_on_the_cpu() -> None:
+    assert job("model_name: org/llama-8b\nhardware: {use_gpu: false}").settings.use_cpu
+    assert not job("model_name: org/llama-8b\nhardware: {use_gpu: true}").settings.use_cpu
+
+
+def test_a_script_may_set_the_strategy_of_the_evaluations_it_counts() -> None:
+    best = "model_name: org/llama-8b\nload_best_model_at_end: true\n"
+
+    def told(text: str) -> str:
+        return next(one.severity for one in load_bytes((ARGUMENTS + best + text).encode(), "c.yaml").problems if one.code == "conflict")
+
+    assert told("eval_steps: 100") == "warning" and told("") == "error" and told("eval_steps: 100\neval_strategy: 'no'") == "error"

@@ -138,7 +138,7 @@ def test_a_missing_deepspeed_json_is_a_note_on_one_device(without_its_json: Any)
 
 
 @pytest.mark.parametrize(
-    ("line", "key"), [("max_steps: null", "max_steps"), ("adam_epsilon: tiny", "adam_epsilon"), ("test_vllm: {tp_size: 1}", "tp_size")]
+    ("line", "key"), [("max_steps: null", "max_steps"), ("adam_epsilon: tiny", "adam_epsilon"), ("sharing: {tp_size: 2}", "tp_size")]
 )
 def test_an_error_that_no_plan_rests_on_is_told_beside_it(line: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
@@ -166,3 +166,34 @@ def test_repairs_are_changes_and_what_a_dropped_key_said_is_still_known(tmp_path
     without = tmp_path / "without.yaml"
     without.write_text(keys)
     assert subject.job.data != from_file(without, Request(gpu="t4")).job.data
+
+
+def test_an_unknown_attention_is_refused_before_anything_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
+    path = tmp_path / "train.yaml"
+    text = "model_name_or_path: m\nper_device_train_batch_size: 4\nlearning_rate: 1.0e-4\nattn_implementation: "
+    path.write_text(text + "flash_attn_2\n")
+    with pytest.raises(ConfigError, match="flash_attn_2 is not known to transformers") as caught:
+        from_file(path, Request(gpu="3090"))
+    assert caught.value.hint == "did you mean flash_attention_2?"
+    for name in ("sdpa", "flash_attention_2", "org/kernel", "paged|eager"):
+        path.write_text(text + name + "\n")
+        assert from_file(path, Request(gpu="3090")).job.model.attn_implementation == name
+
+
+def test_checkpointing_by_fsdp_is_in_the_figures_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
+    path = tmp_path / "train.yaml"
+    text = (
+        "model_name_or_path: m\nper_device_train_batch_size: 4\nfsdp: full_shard auto_wrap\nfsdp_config: {activation_checkpointing: true}\n"
+    )
+    path.write_text(text)
+    shared = from_file(path, Request(gpu="3090", num_gpus=2))
+    assert shared.job.settings.checkpointing.on and not shared.job.settings.checkpointing.use_reentrant
+    assert "gradient_checkpointing" in shared.job.fixed, "transformers refuses both"
+    assert any("only without dropout" in note for note in shared.notes)
+    for wishes in ({"num_gpus": 1}, {"num_gpus": 2, "engine": "zero2"}):
+        assert not from_file(path, Request(gpu="3090", **wishes)).job.settings.checkpointing.on  # type: ignore[arg-type]
+    path.write_text(text + "gradient_checkpointing: true\n")
+    with pytest.raises(ConfigError, match="are both true: transformers refuses"):
+        from_file(path, Request(gpu="3090", num_gpus=2))
