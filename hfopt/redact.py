@@ -50,6 +50,11 @@ def printable(text: str) -> str:
     return _STEERS.sub("\ufffd", text)
 
 
+def json_words(text: str) -> str:
+    """JSON as a terminal may show it: the same text, those signs written by their numbers (json itself writes only the C0 ones so)."""
+    return _STEERS.sub(lambda sign: f"\\u{ord(sign[0]):04x}", text)
+
+
 def scrub(value: Any, key: str = "") -> Any:
     """The same value as JSON can say it, with every credential in it replaced."""
     if isinstance(value, dict):

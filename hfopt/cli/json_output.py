@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.cli.output import answer
 from hfopt.errors import HfoptError
-from hfopt.redact import said
+from hfopt.redact import json_words, said
 
 if TYPE_CHECKING:
     from hfopt.schema.outputs import ErrorDetail, ErrorPlace
@@ -55,7 +55,7 @@ def json_text(name: str, output: object) -> str:
     data = plain(output)
     if isinstance(data, dict):
         data = {SCHEMA: schema_name(name), **data}
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json_words(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
 
 
 def answer_json(name: str, output: object) -> None:

@@ -18,7 +18,7 @@ import psutil
 from hfopt.errors import LogError
 from hfopt.monitor.fault_guard import Faults, to_stderr
 from hfopt.monitor.host_usage import HostProbe
-from hfopt.monitor.log import LIVE, point
+from hfopt.monitor.log import LIVE, checked, point
 from hfopt.monitor.metrics import status_line
 from hfopt.monitor.sampler import OwnCards, Sampler, open_cards
 from hfopt.redact import printable
@@ -71,6 +71,22 @@ class Onlooker:
 
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _CURVES = (("gpu", "GPU"), ("vram", "VRAM"), ("cpu", "CPU"), ("ram", "RAM"), ("data_wait", "data wait"), ("core_wait", "core wait"))
+_LIVE: Mapping[str, Any] = {
+    "time": float,
+    "pid": int,
+    "points": tuple[Mapping[str, float | None], ...],
+    "ended": bool,
+    "step": int,
+    "max_steps": int | None,
+    "status": str,
+    "pace": str,
+    "loss": float | None,
+    "s_per_step": float | None,
+    "cores": float | None,
+    "findings": tuple[str, ...],
+}
+"""What is read back, and of which type; the others of a newer version are passed over."""
+_MUST = ("time", "pid", "points")
 _SCARCE = 0.30  # of the time: from here on the wait for a core is worth a line of its own
 _STALE_S = 10.0
 
@@ -98,11 +114,11 @@ def read_live(path: Path) -> dict[str, Any]:
     """The file is replaced as a whole, so it is either there and complete or not there."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        return {name: checked(content[name], kind, name) for name, kind in _LIVE.items() if name in content or name in _MUST}
+    except (OSError, ValueError, RecursionError) as error:
         raise LogError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict) or "points" not in content:
-        raise LogError(f"{path} is not a live file of HFGpuMonitor")
-    return content
+    except (TypeError, KeyError) as error:
+        raise LogError(f"{path} is not a live file of HFGpuMonitor: {error}") from error
 
 
 def condition(live: Mapping[str, Any]) -> str:

@@ -26,7 +26,7 @@ from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.choices import current_candidate
 from hfopt.planner.result import Plan
 from hfopt.pricing.target_device import device_of
-from hfopt.redact import scrub
+from hfopt.redact import json_words, scrub
 from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SideOutput
 from hfopt.speed.device_speed import settings_error
 from hfopt.store import default_store
@@ -194,14 +194,14 @@ def lock_of(made: Plan, source: bytes) -> dict[str, Any]:
 
 
 def lock_text(lock: Mapping[str, Any]) -> str:
-    return json.dumps(lock, indent=2, ensure_ascii=False, default=str) + "\n"
+    return json_words(json.dumps(lock, indent=2, ensure_ascii=False, default=str)) + "\n"
 
 
 def read_lock(path: Path) -> dict[str, Any]:
     """The lock in this file; what is none is one sentence."""
     try:
         data: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not a lock of hfopt: {error}", hint="remove it to lock the plan anew") from error
     sections = ("config", "device", "versions", "settings", "predicted")
     whole = isinstance(data, dict) and data.get("format") == FORMAT and all(isinstance(data.get(name), dict) for name in sections)

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from hfopt.redact import said
+from hfopt.redact import json_words, said
 from hfopt.schema import Problem
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
@@ -40,7 +40,7 @@ def sarif(findings: Sequence[Finding], *, version: str) -> str:
         "columnKind": "unicodeCodePoints",
         "results": [_result(path, problem, codes.index(problem.code)) for path, problem in findings],
     }
-    return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False) + "\n"
+    return json_words(json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2, ensure_ascii=False)) + "\n"
 
 
 def _message(problem: Problem) -> str:

@@ -17,10 +17,11 @@ from typer.testing import CliRunner
 from watched import window
 
 from hfopt.cli import application, output
-from hfopt.errors import HfoptError, LogError
+from hfopt.errors import ConfigError, HfoptError, LogError
 from hfopt.monitor import history, run_text, screen
 from hfopt.monitor.log import RunLog
-from hfopt.redact import printable
+from hfopt.planner.plan_diff import read_lock
+from hfopt.redact import json_words, printable
 
 runner, app = CliRunner(), application([])
 EVIL = "m\x1b]0;title\x07\x1b[2J\x9b31m[/bold][red]<script>alert(1)</script>\u202e\r"
@@ -95,14 +96,52 @@ def test_errors_and_hints_are_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("alert(1)") == 2 and STEERS.search(said) is None
 
 
-@pytest.mark.parametrize("command", ["check", "estimate"])
-def test_a_config_does_not_steer_the_terminal(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [["check"], ["estimate"], ["check", "--json"], ["check", "--format", "sarif"], ["check", "--format", "github"]]
+)
+def test_a_config_does_not_steer_the_terminal(command: list[str], tmp_path: Path) -> None:
     config = tmp_path / "train.yaml"
     escaped = json.dumps(EVIL)
     config.write_text(f"model_name_or_path: {escaped}\noutput_dir: x\n{escaped}: 3\nlr_scheduler_type: {escaped}\n")
-    done = runner.invoke(app, [command, str(config)])
+    done = runner.invoke(app, [*command, str(config)])
     said = done.output if done.exception is None or isinstance(done.exception, SystemExit) else _shown(done.exception)
     assert said and STEERS.search(said) is None
+
+
+def test_json_says_what_steers_by_its_number() -> None:
+    text = json_words(json.dumps({EVIL: EVIL}, ensure_ascii=False))
+    assert json.loads(text) == {EVIL: EVIL} and STEERS.search(text) is None
+
+
+LIVE_SPOTS: dict[str, Any] = {
+    "time": 0.0, "pid": 2**22 + 1, "step": 1, "max_steps": 2, "status": "s", "pace": "p", "loss": 1.0, "s_per_step": 2.0, "cores": 2.0,
+    "ended": False, "points": [{"gpu": 0.5, "cpu": 0.5, "core_wait": 0.9}], "findings": ["f"],
+}  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_live_file_that_was_changed_is_shown_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    live = json.loads(json.dumps(LIVE_SPOTS))
+    spots = _spots(live)
+    holder, key = data.draw(st.sampled_from(range(len(spots))).map(lambda index: spots[index]))
+    holder[key] = data.draw(LINES)
+    path = tmp_path_factory.mktemp("run") / "live.json"
+    path.write_text(json.dumps(live))
+    try:
+        said = "".join(screen.lines(screen.read_live(path), 80))
+    except LogError as error:
+        said = str(error)
+    assert said
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "\x00" * 99, "[]", "3"])
+def test_files_made_to_break_a_reader(content: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(content)
+    with pytest.raises(LogError):
+        screen.read_live(tmp_path / "file.json")
+    with pytest.raises(ConfigError):
+        read_lock(tmp_path / "file.json")
 
 
 def _shown(error: BaseException) -> str:
