@@ -33,7 +33,7 @@ from hfopt.launch.heartbeat import Heart, callback
 from hfopt.oom import next_settings
 from hfopt.oom.protect import guard_of, protect
 from hfopt.planner.result import Plan
-from hfopt.redact import is_secret, said
+from hfopt.redact import is_secret, json_words, said
 from hfopt.schema import Change, PlannedMemory
 
 _hearts: list[Heart] = []
@@ -58,8 +58,8 @@ def install(trainer_class: type) -> None:
     def train(self: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **more: Any) -> Any:
         if options.plan:
             _planned_harmlessly(self, searching=trial is not None)
-        _supervised(self)
         orders = RestartOrders.here(self.args.output_dir)
+        _supervised(self, resume_from_checkpoint if orders is None else orders.checkpoint)
         with _signs_of_life(self, options.hang_after_s):
             if orders is None or orders.checkpoint is None:
                 return original_train(self, resume_from_checkpoint, trial, *args, **more)
@@ -78,11 +78,11 @@ def _planned_harmlessly(trainer: Any, *, searching: bool) -> None:
         next_settings.say(f"hfopt: not planned ({type(error).__name__}: {why}); the script trains with its own settings")
 
 
-def _supervised(trainer: Any) -> None:
+def _supervised(trainer: Any, resumed: Any) -> None:
     """From here on the supervisor can start the run again, whoever protected the Trainer."""
     handoff, guard = Handoff.here(), guard_of(trainer)
     if handoff is not None:
-        handoff.started(RunStart.of(trainer.args))
+        handoff.started(RunStart.of(trainer.args, resumed))
         if guard is not None:
             guard.supervised_by(handoff)
 
@@ -136,7 +136,7 @@ def folder_of(args: Any) -> Path:
 def write_plan(folder: Path, plan: Plan, divides_loss: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     said = {**plan.to_json(), "divides_loss": divides_loss, "memory_curve": plan.memory.to_json() if plan.memory is not None else None}
-    write_whole(folder / PLAN, json.dumps(said, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_whole(folder / PLAN, json_words(json.dumps(said, indent=2, ensure_ascii=False, default=str)) + "\n")
     write_whole(folder / REPORT, plan.report(verbose=True))
 
 
@@ -227,7 +227,10 @@ def prepare(trainer: Any, *, searching: bool) -> None:
             guard.settings_changed()
             guard.use_memory(decision.memory)
     if leads:
-        write_config(trainer.args)
+        try:
+            write_config(trainer.args)
+        except OSError as error:  # what was planned is in force all the same
+            next_settings.say(f"hfopt: the configuration in force could not be written: {error}")
     if options.mode == "plan_only":
         sys.exit(1 if decision.failed else 0)
     _watch(trainer, decision.plan)

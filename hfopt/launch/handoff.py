@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,15 @@ from typing import Any, Literal, TypeVar
 
 from hfopt.errors import ConfigError
 from hfopt.files import write_whole
+from hfopt.monitor.fault_guard import to_stderr
 from hfopt.schema import ALLOWABLE, NextSettings, RunFailure
 
 OPTIONS, ORDERS = "HFOPT_RUN", "HFOPT_ORDERS"
 HANDOFF = "HFOPT_HANDOFF"
 """Names the file; sitecustomize looks for the variable before anything of hfopt is imported."""
+HOME = "HFOPT_HOME"
+"""Names the folder that hfopt is in, for a child that has none of its own. On the path it would bring its neighbours along."""
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 _Note = TypeVar("_Note", "RunStart", NextSettings, RunFailure)
 
 
@@ -86,12 +91,37 @@ class RunStart:
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
     dataloader_num_workers: int
+    earlier: tuple[str, ...] = ()  # stamps of checkpoints that are another run's
 
     @classmethod
-    def of(cls, args: Any) -> RunStart:
-        """The folder as the supervisor can find it: a script may have changed its working directory."""
-        told = {item.name: getattr(args, item.name) for item in dataclasses.fields(cls)}
-        return cls(**{**told, "output_dir": str(Path(args.output_dir).resolve())})
+    def of(cls, args: Any, resumed: Any = None) -> RunStart:
+        """The folder as the supervisor can find it: a script may have changed its working directory. `resumed`: what train() was given."""
+        told = {item.name: getattr(args, item.name) for item in dataclasses.fields(cls) if item.name != "earlier"}
+        folder = Path(args.output_dir).resolve()
+        return cls(**{**told, "output_dir": str(folder), "earlier": _earlier(folder, resumed)})
+
+
+def stamp_of(checkpoint: Path) -> str:
+    """A checkpoint and when it was finished: one that is written again is another one."""
+    try:
+        return f"{checkpoint.name} {(checkpoint / 'trainer_state.json').stat().st_mtime_ns}"
+    except OSError:
+        return ""
+
+
+def _earlier(folder: Path, resumed: Any) -> tuple[str, ...]:
+    """All that are there, but what the run itself resumes from and those before it."""
+    if resumed is True:  # from the newest
+        return ()
+    last = 0
+    if isinstance(resumed, str | os.PathLike) and (own := Path(resumed).resolve()).parent == folder:
+        match = _CHECKPOINT.match(own.name)
+        last = int(match[1]) if match else 0
+    try:
+        found = [entry for entry in folder.iterdir() if (match := _CHECKPOINT.match(entry.name)) and int(match[1]) > last]
+    except OSError:
+        return ()
+    return tuple(stamp for entry in found if (stamp := stamp_of(entry)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,13 +137,20 @@ class Handoff:
         return cls(path=Path(target)) if target is not None else None
 
     def started(self, start: RunStart) -> None:
-        self._write(".alive", start)
+        self._tell(".alive", start)
 
     def goes_on_with(self, settings: NextSettings) -> None:
         self._write(".settings", settings)
 
     def failed(self, failure: RunFailure) -> None:
-        self._write("", failure)
+        self._tell("", failure)
+
+    def _tell(self, suffix: str, note: RunStart | RunFailure) -> None:
+        """A folder that was swept away, or a full disk, ends no training: it only cannot be restarted."""
+        try:
+            self._write(suffix, note)
+        except OSError as error:
+            to_stderr(f"hfopt: the supervisor cannot be told ({error.strerror}), so this run would not be restarted")
 
     def has_failed(self) -> bool:
         return self.path.exists()
@@ -138,6 +175,8 @@ class Handoff:
 
     def _read(self, suffix: str, kind: type[_Note]) -> _Note | None:
         try:
-            return kind(**json.loads(self._place(suffix).read_text()))
+            told = json.loads(self._place(suffix).read_text())
+            fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+            return kind(**fields)
         except FileNotFoundError:
             return None

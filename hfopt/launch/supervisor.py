@@ -19,7 +19,7 @@ import re
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ from typing import Any
 import hfopt
 from hfopt.cgroup import Kills, killed_for_memory, oom_kills
 from hfopt.files import write_whole
-from hfopt.launch.handoff import HANDOFF, OPTIONS, ORDERS, Handoff, RestartOrders, RunOptions, RunStart
+from hfopt.launch.handoff import HANDOFF, HOME, OPTIONS, ORDERS, Handoff, RestartOrders, RunOptions, RunStart, stamp_of
 from hfopt.launch.heartbeat import Hang, HangWatch
-from hfopt.process.child_process import Child
+from hfopt.process.child_process import Child, noted_ends
 
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
@@ -48,14 +48,18 @@ class Checkpoint:
     passed_over: tuple[str, ...] = ()
 
 
-def newest_whole(output_dir: Path) -> Checkpoint:
-    """A folder that cannot be read holds none."""
+def newest_whole(output_dir: Path, earlier: Collection[str] = ()) -> Checkpoint:
+    """A folder that cannot be read holds none. `earlier`: stamps of checkpoints that another run left there; to resume from one of these
+    would train something else without a word."""
     try:
         numbered = [(int(match[1]), entry) for entry in output_dir.iterdir() if (match := _NAME.match(entry.name)) and entry.is_dir()]
     except OSError:
         return Checkpoint(path=None)
     passed_over: list[str] = []
     for _, folder in sorted(numbered, reverse=True):
+        if stamp_of(folder) in earlier:
+            passed_over.append(f"{folder.name}: it was there before this run began")
+            break
         wrong = what_is_wrong(folder)
         if wrong is None:
             return Checkpoint(path=folder, passed_over=tuple(passed_over))
@@ -74,9 +78,16 @@ def what_is_wrong(folder: Path) -> str | None:
     try:
         if any(entry for pattern in _SHARDED for entry in folder.glob(pattern)):
             return None
-        return _weights(folder) or _archive(folder / "optimizer.pt") or _archive(folder / "scheduler.pt")
+        return _weights(folder) or next((wrong for path in _states(folder) if (wrong := _archive(path))), None)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
+
+
+def _states(folder: Path) -> list[Path]:
+    """Of optimizer, schedule, scale and random numbers; the scale is there under fp16 only, random states are one for each rank."""
+    scale = folder / "scaler.pt"
+    drawn = sorted(folder.glob("rng_state*.pth")) or [folder / "rng_state.pth"]
+    return [folder / "optimizer.pt", folder / "scheduler.pt", *([scale] if scale.exists() else []), *drawn]
 
 
 def _weights(folder: Path) -> str | None:
@@ -142,12 +153,27 @@ def supervise(
     restart_hung: bool = False,
 ) -> int:
     """Runs the command to its end, restarting it at most `attempts` times; returns its last exit code."""
+    with noted_ends() as asked:
+        return _supervised(command, asked, attempts=attempts, say=say, replanned=replanned, options=options, restart_hung=restart_hung)
+
+
+def _supervised(
+    command: Sequence[str],
+    asked: list[int],
+    *,
+    attempts: int,
+    say: Callable[[str], None],
+    replanned: Replanned | None,
+    options: RunOptions | None,
+    restart_hung: bool,
+) -> int:
     orders: RestartOrders | None = None
+    earlier: dict[str, tuple[str, ...]] = {}  # by output folder, what was there before this run's first start
     for restart in range(attempts + 1):
         with tempfile.TemporaryDirectory(prefix="hfopt-run-") as folder:
             handoff = Handoff(path=Path(folder) / "handoff.json")
             kills = oom_kills()
-            child = Child(command, _environment(handoff, orders, options or RunOptions()))
+            child = Child(command, _environment(handoff, orders, options or RunOptions()), asked)
             watch = (
                 HangWatch(folder=Path(folder), after_s=options.hang_after_s) if options is not None and options.hang_after_s > 0 else None
             )
@@ -158,8 +184,10 @@ def supervise(
             verdict = _verdict(handoff, code, kills) if code != 0 and not child.asked_to_end else None
             if verdict is None and watch is not None and watch.found and restart_hung and not child.asked_to_end:
                 verdict = _after_hang(handoff.start, watch.found[0])
-            trained = handoff.start is not None
-        if code == 0 and not trained and options is not None and options.plan and options.mode != "plan_only":
+            start = handoff.start
+            if start is not None:
+                earlier.setdefault(start.output_dir, start.earlier)
+        if code == 0 and start is None and options is not None and options.plan and options.mode != "plan_only":
             say("hfopt: no Trainer was trained, so nothing was planned or protected; hfopt leaves custom training loops alone")
         if verdict is None or verdict.hopeless or verdict.output_dir is None:
             if verdict is not None:
@@ -168,7 +196,9 @@ def supervise(
         if restart == attempts:
             say(_the_end(verdict, orders, attempts))
             return code
-        found = newest_whole(verdict.output_dir)
+        if asked:
+            return code
+        found = newest_whole(verdict.output_dir, earlier.get(str(verdict.output_dir), ()))
         orders = _orders(verdict, orders, found.path)
         say(_announcement(verdict, orders, found, f"{restart + 1} of at most {attempts}"))
         if replanned is not None:
@@ -203,8 +233,8 @@ def _after_hang(start: RunStart | None, hang: Hang) -> OomVerdict | None:
 
 def _environment(handoff: Handoff, orders: RestartOrders | None, options: RunOptions) -> dict[str, str]:
     env = dict(os.environ)
-    package = Path(hfopt.__file__).parent.parent
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"), str(package))))
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SITE), env.get("PYTHONPATH"))))
+    env[HOME] = str(Path(hfopt.__file__).parent.parent)
     env[HANDOFF] = str(handoff.path)
     env[OPTIONS] = options.to_json()
     if orders is not None:

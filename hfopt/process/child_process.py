@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +28,20 @@ from hfopt.process.child_guard import adopt_orphans, shell_code
 
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _FROM_THE_TERMINAL = {"SIGINT", "SIGQUIT"}
-_ENDS = {signal.SIGTERM, signal.SIGINT, signal.SIGQUIT}
+_ENDS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
 _POLL_S = 1.0
 
 
 class Child:
-    """At a terminal the child shares our process group, so that the terminal's keys reach it; otherwise it leads its own."""
+    """At a terminal the child shares our process group, so that the terminal's keys reach it; otherwise it leads its own. A signal that was
+    ignored when this process began (`nohup`) stays ignored in both. `early`: signals that came before there was a child (`noted_ends`)."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], early: list[int] | None = None) -> None:
         self._command, self._env = command, dict(env)
         self._shares_terminal = sys.stdin is not None and sys.stdin.isatty()
         self.asked_to_end = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []
+        self._early = early if early is not None else []
 
     def run(self, should_end: Callable[[], bool], *, grace_s: float) -> int:
         """The exit code, as a shell counts it. Ends everything once `should_end` has been true for the time of grace."""
@@ -56,7 +57,8 @@ class Child:
                     if waited_s >= grace_s:
                         end_descendants(grace_s)
                         ended = True
-        end_descendants(grace_s)
+        if code != 0:  # what a good end leaves running (a tracker's upload, a daemon) the command left on purpose
+            end_descendants(grace_s)
         if ended:  # whoever waited for it first took its exit code along
             return shell_code(-signal.SIGTERM)
         return shell_code(code)
@@ -66,6 +68,7 @@ class Child:
         adopt_orphans()
         self._process = subprocess.Popen(self._command, env=self._env, preexec_fn=None if self._shares_terminal else os.setpgrp)
         for number in self._early:
+            self.asked_to_end = self.asked_to_end or number in _ENDS
             self._pass_on(self._process, number)
         return self._process
 
@@ -84,12 +87,26 @@ class Child:
             else:
                 self._pass_on(self._process, number)
 
-        before = {name: signal.signal(getattr(signal, name), pass_on) for name in _FORWARDED}
-        try:
+        with _handled([getattr(signal, name) for name in _FORWARDED], pass_on):
             yield
-        finally:
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)
+
+
+@contextmanager
+def noted_ends() -> Iterator[list[int]]:
+    """While it is entered, a signal that asks for an end and finds no child to be passed on to is noted, and ends nothing by itself."""
+    asked: list[int] = []
+    with _handled(_ENDS, lambda number, frame: asked.append(number)):
+        yield asked
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, kept in before.items():
+            signal.signal(number, kept)
 
 
 def end_descendants(grace_s: float) -> None:

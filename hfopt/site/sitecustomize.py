@@ -47,6 +47,15 @@ def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     sys.meta_path.insert(0, Finder())
 
 
+class OnlyHfopt(importlib.abc.MetaPathFinder):
+    """Asked last, for a Python that has no hfopt: its folder on the path would bring all that is installed beside it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.PathFinder.find_spec(fullname, [os.environ["HFOPT_HOME"]]) if fullname == "hfopt" else None
+
+
 def _protect(trainer_module: ModuleType) -> None:
     from hfopt.launch.attach import install
 
@@ -85,6 +94,8 @@ def _next_sitecustomize() -> None:
     spec.loader.exec_module(module)
 
 
+if "HFOPT_HOME" in os.environ:
+    sys.meta_path.append(OnlyHfopt())
 if "HFOPT_HANDOFF" in os.environ:
     after_import("transformers.trainer", _protect)
 if "HFOPT_VIRTUAL_STATE" in os.environ:

@@ -17,7 +17,7 @@ def saved(folder: Path, step: int) -> Path:
     place = folder / f"checkpoint-{step}"
     place.mkdir(parents=True)
     save_file({"a": torch.randn(7, 3), "b": torch.randn(5)}, place / "model.safetensors")
-    for name in ("optimizer.pt", "scheduler.pt"):
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"state": torch.randn(100)}, place / name)
     (place / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     return place
