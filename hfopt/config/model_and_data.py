@@ -305,6 +305,7 @@ _AUDIO_SECONDS = (
     *("max_length_seconds", "max_seconds", "max_duration_seconds", "max_audio_length_seconds", "max_audio_len"),
     *("max_audio_duration", "max_length_in_sec", "max_input_length_in_sec", "max_length_in_seconds", "max_audio_len_s", "max_audio_length"),
 )
+_PROMPTS, COMPLETIONS = ("max_prompt_length", "max_prompt_len"), ("max_completion_length", "max_response_length", "response_length")
 GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
 FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
 
@@ -353,7 +354,7 @@ def read_evaluation_spec(facts: Facts) -> EvaluationSpec:
 def _length(facts: Facts, trainer: Trainer) -> int | None:
     """GRPO's and RLOO's sequences are prompt and completion together."""
     if trainer in ("GRPO", "RLOO"):
-        prompt, completion = facts.whole("max_prompt_length"), facts.whole("max_completion_length")
+        prompt, completion = facts.whole(*_PROMPTS), facts.whole(*COMPLETIONS)
         if prompt is not None or completion is not None:
             return (prompt or GRPO_PROMPT) + (completion or _completion(trainer))
     stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
@@ -367,13 +368,13 @@ def _completion(trainer: Trainer) -> int:
 
 def _generated_parts(facts: Facts, trainer: Trainer) -> tuple[Assumption, ...]:
     """The two lengths whose sum is GRPO's, each guessed where it is not stated."""
-    parts = {"prompt": ("max_prompt_length", GRPO_PROMPT), "completion": ("max_completion_length", _completion(trainer))}
-    stated = {name: facts.whole(key) for name, (key, _) in parts.items()}
+    parts = {"prompt": (_PROMPTS, GRPO_PROMPT), "completion": (COMPLETIONS, _completion(trainer))}
+    stated = {name: facts.whole(*keys) for name, (keys, _) in parts.items()}
     if not any(stated.values()) and facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) is not None:
         return ()
     return tuple(
-        Assumption(what=f"{name} length", value=f"{stated[name] or usual} tokens", guessed=stated[name] is None, settle=key)
-        for name, (key, usual) in parts.items()
+        Assumption(what=f"{name} length", value=f"{stated[name] or usual} tokens", guessed=stated[name] is None, settle=keys[0])
+        for name, (keys, usual) in parts.items()
     )
 
 

@@ -201,11 +201,19 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
     found = _of_a_whole_batch(facts, args, world_size)
     if facts.false("use_gpu", "use_cuda") and "use_cpu" not in args:
         found["use_cpu"] = True
+    given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config")
+    if "deepspeed" not in args and (_is_zero(given) or (isinstance(given, str) and given.endswith(".json"))):
+        found["deepspeed"] = given
     if dialect.name == TRL.name:
         return found | _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
     found |= _of_seq2seq_script(facts, args)
     mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
     return found if mixed is None or {"fp16", "bf16"} & args.keys() else found | {mixed: True}
+
+
+def _is_zero(config: Any) -> bool:
+    """A DeepSpeed config that a script hands on."""
+    return isinstance(config, Mapping) and "zero_optimization" in config
 
 
 def _of_a_whole_batch(facts: Facts, args: Mapping[str, Any], world_size: int) -> dict[str, Any]:

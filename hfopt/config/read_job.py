@@ -17,7 +17,7 @@ from hfopt.config.axolotl import translate
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.model_and_data import read_data, read_evaluation_spec, read_model, states_dtype
+from hfopt.config.model_and_data import COMPLETIONS, read_data, read_evaluation_spec, read_model, states_dtype
 from hfopt.config.other_keys import unread
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, is_axolotl, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
@@ -172,6 +172,8 @@ def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
     said = {key: facts.get(key) for key in trl_keys(trainer) if facts.has(key)}
     if trainer in GENERATING and (group := facts.whole("num_generations", *_GROUP_SIZES)) is not None:
         said["num_generations"] = group
+    if trainer in GENERATING and (length := facts.whole(*COMPLETIONS)) is not None:
+        said["max_completion_length"] = length
     if trainer == "CPO" and facts.has("gamma_beta_ratio"):  # the SimPO paper's own trainer: its likelihood term is off unless sft_weight
         said = {**said, "loss_type": "simpo", "cpo_alpha": facts.number("sft_weight") or 0.0}
     plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}

@@ -505,3 +505,17 @@ def test_a_script_may_set_the_strategy_of_the_evaluations_it_counts() -> None:
         return next(one.severity for one in load_bytes((ARGUMENTS + best + text).encode(), "c.yaml").problems if one.code == "conflict")
 
     assert told("eval_steps: 100") == "warning" and told("") == "error" and told("eval_steps: 100\neval_strategy: 'no'") == "error"
+
+
+def test_a_completion_is_also_called_a_response() -> None:
+    read = job("model: org/llama-8b\nnum_generations: 4\nmax_prompt_length: 100\nmax_response_length: 900")
+    assert read.data.max_length == 1000 and read.raw["max_completion_length"] == 900
+    assert [part.guessed for part in read.data.assumed] == [False, False]
+
+
+def test_a_deepspeed_config_that_a_script_hands_on_is_read() -> None:
+    engine = job(
+        "model_name: org/llama-8b\ndeepspeed_config:\n  zero_optimization: {stage: 2, offload_optimizer: {device: cpu}}"
+    ).settings.engine
+    assert engine.deepspeed == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert job("model_name: org/llama-8b\ndeepspeed_config: {zero_stage: 2}").settings.engine.deepspeed is None
