@@ -7,7 +7,8 @@ forward, falls or rises through the backward, and is lowest in the middle of nei
 depth for each batch size, then along the batch. The peak is the highest of these lines.
 
 What the allocator does not split off a block and what it keeps beyond is taken from the compiled runs: the largest share, and the most
-bytes, which grow with the batch beyond the largest one that was compiled.
+bytes, which grow with the batch beyond the largest one that was compiled. CUDA graphs have a pool of their own, which what is done outside
+of them (gradients that are copied out of it, the update) cannot use: that grows with the layers too, and is carried on like the rest.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class CompiledRun:
     reserved_bytes: int
 
     @property
+    def spare_bytes(self) -> int:
+        """What the allocator kept beyond."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    @property
     def live_bytes(self) -> int:
         return int(max(live.max() for _, live in live_by_phase(alone(self.trace), self.trace.batch)))
 
@@ -51,6 +57,7 @@ class PhaseCurve(MemoryCurve):
     unsplit_share: float = field(default=0.0, kw_only=True)
     spare_bytes: int = field(default=0, kw_only=True)
     compiled_batch: int = field(default=1, kw_only=True)  # the largest
+    pooled: tuple[float, float] = field(default=(0.0, 0.0), kw_only=True)  # what is kept beyond with CUDA graphs: constant, slope
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
         if batch < 1:
@@ -59,12 +66,14 @@ class PhaseCurve(MemoryCurve):
         states = sum(sizes[:2])
         event = max(range(2, len(sizes), 2), key=lambda index: sizes[index])
         allocated = round((states + sizes[event]) * (1 + self.unsplit_share))
-        reserved = allocated + round(self.spare_bytes * max(1.0, batch / self.compiled_batch))
+        spare = max(self.spare_bytes * max(1.0, batch / self.compiled_batch), self.pooled[0] + self.pooled[1] * batch)
+        reserved = allocated + round(spare)
         return Replay(allocated, reserved, event, fits=capacity_bytes is None or reserved <= capacity_bytes)
 
 
-def phase_curve(runs: Sequence[Sequence[CompiledRun]], share: float, context_bytes: int) -> PhaseCurve:
-    """`runs` by depth and then by batch, two of each (one depth: the model's own); `share` of the difference of the depths is added."""
+def phase_curve(runs: Sequence[Sequence[CompiledRun]], share: float, context_bytes: int, *, captured: bool = False) -> PhaseCurve:
+    """`runs` by depth and then by batch, two of each (one depth: the model's own); `share` of the difference of the depths is added.
+    captured: with CUDA graphs."""
     shallow, deep = runs[0], runs[-1]
     points = [_carried(low.trace, high.trace, share) for low, high in zip(shallow, deep, strict=True)]
     first, second = (run.trace.batch for run in deep)
@@ -74,9 +83,17 @@ def phase_curve(runs: Sequence[Sequence[CompiledRun]], share: float, context_byt
         _timeline(held, points, (first, second)),
         context_bytes,
         unsplit_share=max(0.0, *(run.allocated_bytes / run.live_bytes - 1 for run in every)),
-        spare_bytes=max(run.reserved_bytes - run.allocated_bytes for run in every),
+        spare_bytes=max(run.spare_bytes for run in every),
         compiled_batch=second,
+        pooled=_pooled(shallow, deep, share) if captured else (0.0, 0.0),
     )
+
+
+def _pooled(shallow: Sequence[CompiledRun], deep: Sequence[CompiledRun], share: float) -> tuple[float, float]:
+    one, two = (_on(low.spare_bytes, high.spare_bytes, share) for low, high in zip(shallow, deep, strict=True))
+    first, second = (run.trace.batch for run in deep)
+    slope = max(0.0, (two - one) / (second - first))
+    return max(one - slope * first, two - slope * second), slope
 
 
 def _on(low: float, high: float, share: float) -> float:

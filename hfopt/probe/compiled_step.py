@@ -30,16 +30,17 @@ from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.probe.dry_run import child_environment
 from hfopt.process import child_process
 from hfopt.redact import said
-from hfopt.schema import Candidate, CompiledStep, Gpu, OpCost, StepSettings, TrainJob, Workload
+from hfopt.schema import Candidate, Checkpointing, CompiledStep, Gpu, OpCost, StepSettings, TrainJob, Workload
 from hfopt.trace.events import Moment, Trace, trace_of
 from hfopt.units import GIB, format_seconds
 from hfopt.virtual import build
 from hfopt.virtual.build import find_toolchain
 
-DEPTHS = (2, 3)
+LEAST_DEPTH = 2
 BATCHES = (8, 16)
 CAPTURED = "reduce-overhead"  # with CUDA graphs
-STEPS = {"default": 4, CAPTURED: 6}  # two to compile, with CUDA graphs two more to warm up and to record, and two that are measured
+STEPS = {"default": 4, CAPTURED: 5}
+FIRST_MEASURED = {"default": 2, CAPTURED: 1}  # behind an eager step and one that compiles; a graph's memory is taken while it is recorded
 _ROOM_BYTES = 512 * GIB  # of the card in the child: what is compiled for must not run out of memory while it is looked at
 _LONGEST_S = 1800.0
 
@@ -54,7 +55,8 @@ class CompileOrder:
     job: TrainJob
     candidate: Candidate
     runs: Runs
-    steps: int  # of each run; the last two are the measured ones
+    steps: int  # of each run
+    first_measured: int  # from which step on kernels count
     counts_compilations: bool
 
 
@@ -84,15 +86,25 @@ def why_not(gpu: Gpu | None) -> str | None:
         return str(error)
 
 
+def compiled_depths(workload: Workload, checkpointing: Checkpointing) -> tuple[int, int] | None:
+    """Two shallow models that end where the whole one does in the pattern of checkpointed layers, one pattern apart; None: as it is."""
+    pattern = max(1, checkpointing.every_n_layers)
+    ends = (workload.layers or 0) % pattern
+    shallow = next(depth for depth in range(LEAST_DEPTH, LEAST_DEPTH + pattern) if depth % pattern == ends)
+    depths = shallow, shallow + pattern
+    return None if traced_depths(workload, depths, least_layers=depths[1] + 1) is None else depths
+
+
 def compiled_step(job: TrainJob, gpu: Gpu, workload: Workload, settings: StepSettings, eager: Estimate) -> Estimate:
     """Raises DryRunError where the model cannot be compiled, in one sentence."""
     began = time.perf_counter()
-    depths = traced_depths(workload, DEPTHS, least_layers=DEPTHS[1] + 1)
-    orders = [tuple((depth, batch) for batch in BATCHES) for depth in (DEPTHS if depths is not None else (None,))]
+    depths = compiled_depths(workload, settings.checkpointing)
+    orders = [tuple((depth, batch) for batch in BATCHES) for depth in depths or (None,)]
     found = [_measured(one, settings) for one in compiled_runs(job, gpu, settings, orders)]
-    share = share_of(workload.layers or 0, DEPTHS) if depths is not None else 0.0
+    share = 0.0 if depths is None else share_of(workload.layers or 0, depths)
     context = context_bytes(settings.capability, multiprocessors=settings.multiprocessors)
-    curve = phase_curve([depth.compiled for depth in found], share, context)
+    captured = settings.compile_mode == CAPTURED
+    curve = phase_curve([depth.compiled for depth in found], share, context, captured=captured)
     ops = deeper_ops(found[0].ops, found[1].ops, share) if depths is not None else found[0].ops
     update = tuple(op for op in eager.ops if op.phase == "optimizer")
     made = _compiled(found, ops, share, settings, eager)
@@ -100,7 +112,7 @@ def compiled_step(job: TrainJob, gpu: Gpu, workload: Workload, settings: StepSet
         curve=curve,
         ops=(*ops, *update),
         seconds=time.perf_counter() - began,
-        notes=(*eager.notes, _words(made, workload, carried=depths is not None)),
+        notes=(*eager.notes, _words(made, workload, depths)),
         compiled=made,
     )
 
@@ -120,8 +132,8 @@ def _compiled(found: Sequence[_Depth], ops: Sequence[OpCost], share: float, sett
     )
 
 
-def _words(made: CompiledStep, workload: Workload, *, carried: bool) -> str:
-    where = f"with {DEPTHS[0]} and {DEPTHS[1]} of its {workload.layers} layers" if carried else "as it is"
+def _words(made: CompiledStep, workload: Workload, depths: tuple[int, int] | None) -> str:
+    where = "as it is" if depths is None else f"with {depths[0]} and {depths[1]} of its {workload.layers} layers"
     broken = "" if not made.graph_breaks else f", cut at {made.graph_breaks} place{'s' * (made.graph_breaks > 1)}"
     again = "" if made.graphs < 2 or made.graph_breaks else f" {made.graphs} times, because its first forward changes what was compiled"
     return (
@@ -163,8 +175,9 @@ def _order(job: TrainJob, settings: StepSettings, runs: Runs, *, first: bool) ->
         torch_compile=True,
         use_liger_kernel=settings.fused_loss,
     )
+    steps, measured = STEPS[settings.compile_mode], FIRST_MEASURED[settings.compile_mode]
     return pickle.dumps(
-        CompileOrder(job=plain, candidate=candidate, runs=runs, steps=STEPS[settings.compile_mode], counts_compilations=first)
+        CompileOrder(job=plain, candidate=candidate, runs=runs, steps=steps, first_measured=measured, counts_compilations=first)
     )
 
 
@@ -191,8 +204,9 @@ def _measured(facts: Mapping[str, Any], settings: StepSettings) -> _Depth:
     events = [(int(address), int(size)) for address, size in facts["events"]]
     found = []
     for run in facts["runs"]:
-        trace = _trace(events, run, STEPS[settings.compile_mode] - 2)
-        allocated, reserved = run["peaks"][-1]
+        measured = FIRST_MEASURED[settings.compile_mode]
+        trace = _trace(events, run, measured)
+        allocated, reserved = (max(counted) for counted in zip(*run["peaks"][measured:], strict=True))
         found.append(CompiledRun(trace=trace, allocated_bytes=allocated, reserved_bytes=reserved))
     first, second = (run.trace for run in found)
     alike = [(phase, name) for phase, name, _ in first.costs] == [(phase, name) for phase, name, _ in second.costs]

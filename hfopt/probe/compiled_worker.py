@@ -39,11 +39,12 @@ Costs = list[tuple[str, str, Cost]]
 
 
 class _Log:
-    """The moments of one run, and the kernels of its last micro-batch."""
+    """The moments of one run, and the kernels of the micro-batch that launched most: one that replays a CUDA graph launches none."""
 
     def __init__(self) -> None:
         self.moments: list[tuple[str, int]] = []
         self.costs: Costs = []
+        self._noted: Costs = []
         self.peaks: list[tuple[int, int]] = []
         self.cpu_s: list[float] = []
         self.phase: str | None = None  # None: kernels are not noted
@@ -51,15 +52,23 @@ class _Log:
     def begin(self, what: str) -> None:
         self.moments.append((what, _events_so_far()))
 
+    def note_kernels(self) -> None:
+        self._noted, self.phase = [], "forward"
+
+    def end_of_kernels(self) -> None:
+        self.phase = None
+        if len(self._noted) >= len(self.costs):
+            self.costs = self._noted
+
     def launched(self, kernel: FusedKernel) -> None:
         if self.phase is not None:
             kind: Any = "reduction" if kernel.reduces else "elementwise"
-            self.costs.append((self.phase, kernel.name, Cost(kind, kernel.flops, kernel.moved_bytes, kernel.dtype)))
+            self._noted.append((self.phase, kernel.name, Cost(kind, kernel.flops, kernel.moved_bytes, kernel.dtype)))
 
     def called(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         made = cost(func, args, kwargs, out) if self.phase is not None else None
         if made is not None and self.phase is not None:
-            self.costs.append((self.phase, func.name(), made))
+            self._noted.append((self.phase, func.name(), made))
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[misc]
@@ -103,16 +112,17 @@ class _Moments(transformers.TrainerCallback):  # type: ignore[misc]
         self._log.begin("step" if state.global_step < self._steps else "end")
 
 
-def _watched(trainer: Any, log: _Log, steps: int) -> None:
+def _watched(trainer: Any, log: _Log, first_measured: int) -> None:
     """Notes where forward, backward and update begin."""
     step, backward = trainer.training_step, trainer.accelerator.backward
 
     def training_step(*args: Any, **kwargs: Any) -> Any:
         log.begin("forward")
-        if trainer.state.global_step == steps - 1:
-            log.costs, log.phase = [], "forward"
+        if trainer.state.global_step >= first_measured:
+            log.note_kernels()
         loss = step(*args, **kwargs)
-        log.phase = None
+        if log.phase is not None:
+            log.end_of_kernels()
         log.begin("optimizer")
         return loss
 
@@ -135,7 +145,7 @@ def _run(order: CompileOrder, workload: Workload, batch: int, output: Path) -> d
         asked = Order(job=order.job, device="virtual", extent=Extent(steps=order.steps))
         trainer = make_trainer(workload, model, asked, told, output, MeasuredSteps(CudaMeter()))
         trainer.add_callback(_Moments(log, order.steps))
-        _watched(trainer, log, order.steps)
+        _watched(trainer, log, order.first_measured)
         torch.cuda.reset_peak_memory_stats()
         trainer.train()
     steady_s = log.cpu_s[-1] - log.cpu_s[-2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hfopt.errors import TraceError
@@ -68,6 +70,16 @@ def test_what_the_allocator_keeps_grows_beyond_the_largest_compiled_batch() -> N
     assert kept == [512, 512, 1024]
     needed = found.replay(16).reserved_bytes
     assert found.replay(16, capacity_bytes=needed).fits and not found.replay(16, capacity_bytes=needed - 1).fits
+
+
+def test_a_pool_of_cuda_graphs_grows_with_the_layers_and_the_batch() -> None:
+    def kept(layers: int, batch: int) -> CompiledRun:
+        run = compiled(layers, batch)
+        return replace(run, reserved_bytes=run.allocated_bytes + layers * (WEIGHT + 10 * batch))
+
+    found = phase_curve([[kept(layers, batch) for batch in (8, 16)] for layers in (2, 3)], 10.0, 0, captured=True)
+    spare = [found.replay(batch).reserved_bytes - found.replay(batch).allocated_bytes for batch in (8, 16, 32)]
+    assert spare == [12 * (WEIGHT + 10 * batch) for batch in (8, 16, 32)]
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:
