@@ -21,7 +21,7 @@ from hfopt.planner.result import Plan
 from hfopt.planner.search import Precisions, Space
 from hfopt.planner.trials import Confirmed
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.compiled import compile_note, compile_reason
+from hfopt.pricing.compiled import UNCOMPILED, compile_note, compile_reason
 from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import FirstEvaluation
 from hfopt.pricing.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
@@ -256,7 +256,14 @@ def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
     fault = course.allowed.fault
     wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
     overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
-    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow)
+    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow, *_not_compiled(course))
+
+
+def _not_compiled(course: PlanningOutcome) -> tuple[str, ...]:
+    """What was asked of the compiler and is not in the figures."""
+    subject, gpu = course.subject, course.device.gpu
+    refused = compile_choices(subject, course.request.allow, gpu).note
+    return (*(() if refused is None else (refused,)), *compile_note(subject, gpu), *course.pricing.uncompiled)
 
 
 _GUESSED_SIZES = ("length", "prompt length", "audio", "image")
@@ -318,16 +325,14 @@ def _notes(course: PlanningOutcome) -> Iterator[str]:
     subject, request = course.subject, course.request
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
-    if subject.job.settings.torch_compile:
-        yield from compile_note(subject, course.device.gpu)
     yield from _shapes(course)
     yield from subject.workload.notes
     if subject.job.generates:
         yield from _generation(course)
     yield from course.evaluation.notes if course.evaluation is not None else ()
-    yield from course.pricing.estimate(course.result.winner[0]).notes
+    yield from (note for note in course.pricing.estimate(course.result.winner[0]).notes if not note.startswith(UNCOMPILED))
     gpu, allowed = course.device.gpu, request.allow
-    for offer in (attention_choices(subject, allowed, gpu), liger_choices(subject, allowed), compile_choices(subject, allowed, gpu)):
+    for offer in (attention_choices(subject, allowed, gpu), liger_choices(subject, allowed)):
         if offer.note is not None:
             yield offer.note
 

@@ -19,9 +19,9 @@ from hfopt.memory.rough_estimate import ParameterCount, state_bytes
 from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
-from hfopt.pricing.compiled import Compiler, over_the_run
+from hfopt.pricing.compiled import UNCOMPILED, Compiler, over_the_run
 from hfopt.pricing.trace_ahead import Ahead, Estimator
-from hfopt.probe.compiled_step import CAPTURED, STEPS
+from hfopt.probe.compiled_step import CAPTURED, PLANNED_AS
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
 from hfopt.speed.step_time import RankTraffic, StepTimer
@@ -90,17 +90,20 @@ class Pricing:
     def time(self, candidate: Candidate) -> StepTime:
         if candidate not in self._times:
             found = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
-            compiled = self.compiled(candidate)
-            self._times[candidate] = found if compiled is None else over_the_run(found, compiled, self.run_steps)
+            self._times[candidate] = over_the_run(found, self.compiled(candidate), self.run_steps)
         return self._times[candidate]
 
     def compiled(self, candidate: Candidate) -> CompiledStep | None:
         """What compiling its step takes; None where it is not compiled, or not looked at."""
-        settings = self._any_accumulation(candidate) if self._compiles(candidate) else None
-        return None if settings is None else self._estimate(settings).compiled
+        found = self._any_accumulation(candidate) if self._compiles(candidate) else None
+        return None if found is None else self._estimate(found).compiled
 
     def _compiles(self, candidate: Candidate) -> bool:
         return candidate.torch_compile and self.compiler is not None
+
+    @property
+    def uncompiled(self) -> tuple[str, ...]:  # why a step that was to be compiled has the eager one's figures
+        return tuple(dict.fromkeys(note for one in self._estimates.values() for note in one.notes if note.startswith(UNCOMPILED)))
 
     def known(self, candidate: Candidate) -> bool:
         return self._traced(candidate)
@@ -313,7 +316,7 @@ class Pricing:
             attn_implementation=candidate.attn_implementation or self.base.attn_implementation,
             fused_loss=candidate.use_liger_kernel,
             torch_compile=self._compiles(candidate),
-            compile_mode=self.base.compile_mode if self._compiles(candidate) and self.base.compile_mode in STEPS else "default",
+            compile_mode=PLANNED_AS.get(self.base.compile_mode, "default") if self._compiles(candidate) else "default",
         )
 
     # ------------------------------------------------------------------------------------------ traces

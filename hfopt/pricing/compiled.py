@@ -14,11 +14,12 @@ from hfopt.errors import DryRunError, VirtualGpuError
 from hfopt.job.subject import Subject
 from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import kept_compiled
-from hfopt.probe.compiled_step import STEPS, compiled_step, why_not
+from hfopt.probe.compiled_step import PLANNED_AS, compiled_step, why_not
 from hfopt.schema import CompiledStep, Gpu, StepSettings, StepTime, Workload
 from hfopt.units import format_seconds
 
 COMPILE = "torch_compile"
+UNCOMPILED = f"{COMPILE}: the step could not be compiled on the virtual GPU, so the figures are those of the eager step"
 Compiler = Callable[[Workload, StepSettings, Estimate], Estimate]
 
 
@@ -44,8 +45,7 @@ def compiler_of(subject: Subject, gpu: Gpu | None) -> Compiler | None:
         try:
             return kept_compiled(workload, settings, lambda whole: compiled_step(job, card, whole, settings, eager))
         except (DryRunError, VirtualGpuError) as error:
-            note = f"{COMPILE}: the step could not be compiled on the virtual GPU, so the figures are those of the eager step ({error})"
-            return replace(eager, notes=(*eager.notes, note))
+            return replace(eager, notes=(*eager.notes, f"{UNCOMPILED} ({error})"))
 
     return compiled
 
@@ -57,8 +57,9 @@ def compile_note(subject: Subject, gpu: Gpu | None) -> tuple[str, ...]:
         return ()
     if (reason := why_not_compiled(subject, gpu)) is not None:
         return (f"{COMPILE}: true is in the time by a rule and not in the memory, which is the eager step's: {reason}",)
-    if settings.compile_mode not in STEPS:
-        return (f"torch_compile_mode: {settings.compile_mode} is planned as the default one: no kernel can be timed without the card",)
+    planned = PLANNED_AS.get(settings.compile_mode, "default")
+    if planned != settings.compile_mode:
+        return (f"torch_compile_mode: {settings.compile_mode} is planned as {planned}: no kernel can be timed without the card",)
     return ()
 
 

@@ -40,6 +40,7 @@ LEAST_DEPTH = 2
 BATCHES = (8, 16)
 CAPTURED = "reduce-overhead"  # with CUDA graphs
 STEPS = {"default": 4, CAPTURED: 5}
+PLANNED_AS = {"default": "default", CAPTURED: CAPTURED, "max-autotune": CAPTURED, "max-autotune-no-cudagraphs": "default"}
 FIRST_MEASURED = {"default": 2, CAPTURED: 1}  # behind an eager step and one that compiles; a graph's memory is taken while it is recorded
 _ROOM_BYTES = 512 * GIB  # of the card in the child: what is compiled for must not run out of memory while it is looked at
 _LONGEST_S = 1800.0
@@ -164,7 +165,8 @@ def compiled_runs(job: TrainJob, gpu: Gpu, settings: StepSettings, orders: Seque
 
 
 def _order(job: TrainJob, settings: StepSettings, runs: Runs, *, first: bool) -> bytes:
-    plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))  # read-only views do not travel
+    raw = {**job.raw, "torch_compile_mode": None if settings.compile_mode == "default" else settings.compile_mode}
+    plain = replace(job, raw=raw, model=replace(job.model, overrides=dict(job.model.overrides)))  # read-only views do not travel
     candidate = Candidate(
         per_device_batch=BATCHES[0],
         accumulation=settings.accumulation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -45,9 +46,9 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def hfopt(*arguments: object) -> subprocess.CompletedProcess[str]:
+def hfopt(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "hfopt", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
 
 
@@ -169,3 +170,30 @@ def test_two_answers_for_stdout_are_one_error_as_json(config: Path) -> None:
     error = json.loads(result.stdout)["error"]
     assert result.returncode == error["exit_code"] == 2 and error["what"] == "--json - and --html - both go to stdout"
     assert error["what"] in result.stderr
+
+
+NO_TRITON = """
+import pathlib
+is_there = pathlib.Path.is_dir
+pathlib.Path.is_dir = lambda path, **options: path.name != "triton" and is_there(path, **options)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+@pytest.mark.parametrize(("gone", "sentence"), [("PATH", "found no C compiler"), ("Triton", "needs Triton"), ("ptxas", "needs ptxas")])
+@pytest.mark.parametrize("asked", ["by the file", "by --allow"])
+def test_what_compiling_needs_is_named_in_one_sentence_and_the_plan_goes_on(
+    config: Path, tmp_path: Path, gone: str, sentence: str, asked: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(NO_TRITON if gone == "Triton" else "")
+    hidden = {"PATH": {"PATH": str(tmp_path)}, "Triton": {"PYTHONPATH": str(tmp_path)}, "ptxas": {"TRITON_PTXAS_PATH": str(tmp_path / "x")}}
+    if asked == "by the file":
+        config.write_text(config.read_text() + "torch_compile: true\n")
+    allowed = ("--allow", "torch_compile") if asked == "by --allow" else ()
+    result = hfopt("plan", config, "--gpu", "rtx 3070", "--no-dry-run", *allowed, **hidden[gone])
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    assert "Effective batch 24" in result.stderr and yaml.safe_load(result.stdout).get("torch_compile") == (True if not allowed else None)
+    (said,) = re.findall(r"WARNING: (torch_compile.*?)\n(?! )", result.stderr, re.DOTALL)
+    assert sentence in " ".join(said.split())
+    assert said.startswith("torch_compile was not tried" if allowed else "torch_compile: true is in the time by a rule")

@@ -15,6 +15,7 @@ from hfopt.planner.choices import compile_choices
 from hfopt.pricing import compiled
 from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import compile_note, compile_reason, compiler_of, over_the_run, run_steps, why_not_compiled
+from hfopt.probe.compiled_step import PLANNED_AS
 from hfopt.schema import Candidate, CompiledStep, Gpu, StepSettings, StepTime
 from hfopt.speed.step_time import RankTraffic
 from hfopt.units import GIB
@@ -59,7 +60,9 @@ def test_what_cannot_be_compiled_is_said_in_one_sentence(tmp_path: Path, tools: 
     (said,) = compile_note(subject(tmp_path, "torch_compile_backend: aot_eager\n"), CARD)
     assert "aot_eager is not Inductor" in said and "by a rule" in said
     (said,) = compile_note(subject(tmp_path, "torch_compile_mode: max-autotune\n"), CARD)
-    assert said.startswith("torch_compile_mode: max-autotune is planned as the default one")
+    assert said.startswith("torch_compile_mode: max-autotune is planned as reduce-overhead"), "it has CUDA graphs too"
+    (said,) = compile_note(subject(tmp_path, "torch_compile_mode: max-autotune-no-cudagraphs\n"), CARD)
+    assert said.startswith("torch_compile_mode: max-autotune-no-cudagraphs is planned as default")
     several = subject(tmp_path, "torch_compile: true\n")
     several = replace(several, job=replace(several.job, world_size=2))
     assert "several devices" in (why_not_compiled(several, CARD) or "")
@@ -81,6 +84,7 @@ def test_a_model_that_cannot_be_compiled_keeps_its_eager_figures(tmp_path: Path,
     eager = Estimate(curve=cast(Any, "a curve"), ops=(), seconds=1.0, notes=("a note",))
     found = compile_step(replace(made.workload, key=None), StepSettings(torch_compile=True), eager)
     assert found.curve == "a curve" and found.compiled is None
+    assert found.notes[1].startswith(compiled.UNCOMPILED)
     assert found.notes[0] == "a note" and found.notes[1].endswith("(Unsupported: a strange call)")
 
 
@@ -117,6 +121,8 @@ def test_a_candidate_is_compiled_only_where_something_can_compile_it(tmp_path: P
     asked = replace(plain, torch_compile=True)
     assert not pricing.settings(asked).torch_compile
     able = replace(pricing, compiler=cast(Any, lambda *_: None))
+    planned = {mode: replace(able, base=StepSettings(compile_mode=mode)).settings(asked).compile_mode for mode in PLANNED_AS}
+    assert planned == PLANNED_AS and PLANNED_AS["max-autotune"] == "reduce-overhead"
     assert able.settings(asked).torch_compile and able.settings(asked).compile_mode == "reduce-overhead"
     assert not able.settings(plain).torch_compile and able.settings(plain).compile_mode == "default"
     assert able.bound_s(asked) == 0.0, "nothing is known before its eager step is traced"
