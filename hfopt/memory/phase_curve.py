@@ -1,10 +1,13 @@
-"""Memory of a compiled step over batch and depth: a line for each half of each phase.
+"""Memory of a compiled step over batch and depth: lines for each phase's begin, end and highest moment.
 
 A compiler writes other code for other shapes: from one batch size to the next, and from one depth to the next, events come, go and change
-places, so they cannot be matched one by one as those of eager traces are. What is like is the course of a step: memory rises through the
-forward, falls or rises through the backward, and is lowest in the middle of neither. So each phase is cut into a first and a second half
-(of the shallower model's events, counted from its start and from its end), and the highest moment of each half is carried on: along the
-depth for each batch size, then along the batch. The peak is the highest of these lines.
+places, so they cannot be matched one by one as those of eager traces are. What is alike is the course of a step: memory rises through the
+forward, and falls or rises through the backward. So of each phase three things are carried on, along the depth for each batch size, then
+along the batch: what lives when it begins, what lives when it ends, and its highest moment. The two ends lie on lines exactly; to each is
+added how far memory rose above it in its half of the phase (a head's or one layer's temporaries, which no depth multiplies). The highest
+moment is a maximum of lines, which a line through two of its points does not exceed beyond them. The peak is the highest of all three.
+
+Known limit: a moment amid a phase that is the highest of the deep model alone lies above all three.
 
 What the allocator does not split off a block and what it keeps beyond is taken from the compiled runs: the largest share, and the most
 bytes, which grow with the batch beyond the largest one that was compiled. CUDA graphs have a pool of their own, which what is done outside
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions
@@ -28,8 +31,8 @@ from hfopt.trace.events import Category, Phase, Where
 if TYPE_CHECKING:
     from hfopt.trace.events import Trace
 
-Half = tuple[Phase, int]  # 0: the first half of its events, 1: the second
-_HALVES: tuple[Half, ...] = tuple((phase, half) for phase in ("forward", "backward", "optimizer") for half in (0, 1))
+Spot = tuple[Phase, Literal["begin", "end", "highest"]]
+_SPOTS: tuple[Spot, ...] = tuple((phase, spot) for phase in ("forward", "backward", "optimizer") for spot in ("begin", "end", "highest"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,7 @@ class CompiledRun:
 
 @dataclass(slots=True)
 class PhaseCurve(MemoryCurve):
-    """`timeline` takes weights and states, then for each half of a phase what lives beside them at its highest."""
+    """`timeline` takes weights and states, then for each spot of a phase what lives beside them."""
 
     unsplit_share: float = field(default=0.0, kw_only=True)
     spare_bytes: int = field(default=0, kw_only=True)
@@ -105,24 +108,34 @@ def _held(trace: Trace, kind: Category) -> int:
     return sum(size for block, size, _ in trace.events[: trace.marks["step_0"]] if trace.categories.get(block) == kind)
 
 
-def _carried(shallow: Trace, deep: Trace, share: float) -> dict[Half, float]:
-    found: dict[Half, float] = {}
+def _carried(shallow: Trace, deep: Trace, share: float) -> dict[Spot, float]:
+    found: dict[Spot, float] = {}
     stretches = zip(live_by_phase(alone(shallow), shallow.batch), live_by_phase(alone(deep), deep.batch), strict=True)
     for (phase, low), (_, high) in stretches:
-        half = max(1, min(len(low), len(high)) // 2)
-        for number, (one, two) in enumerate(((low[:half], high[:half]), (low[-half:], high[-half:]))):
-            carried = _on(float(one.max()), float(two.max()), share)
-            found[phase, number] = max(found.get((phase, number), 0.0), carried)
+        above_low, above_high = _above_ends(low), _above_ends(high)
+        values: dict[Spot, float] = {
+            (phase, "begin"): _on(float(low[0]), float(high[0]), share) + max(above_low[0], above_high[0]),
+            (phase, "end"): _on(float(low[-1]), float(high[-1]), share) + max(above_low[1], above_high[1]),
+            (phase, "highest"): _on(float(low.max()), float(high.max()), share),
+        }
+        for spot, value in values.items():
+            found[spot] = max(found.get(spot, 0.0), value)
     return found
 
 
-def _timeline(held: Sequence[float], points: Sequence[Mapping[Half, float]], batches: tuple[int, int]) -> Timeline:
+def _above_ends(live: Any) -> tuple[float, float]:
+    """How far memory rises above its begin in the first half of a phase, and above its end in the second."""
+    half = -(-len(live) // 2)
+    return float(live[:half].max() - live[0]), float(live[-half:].max() - live[-1])
+
+
+def _timeline(held: Sequence[float], points: Sequence[Mapping[Spot, float]], batches: tuple[int, int]) -> Timeline:
     import numpy as np
 
-    places = [Where("load", "", ""), *(Where(phase, "", "") for phase, _ in _HALVES)]
+    places = [Where("load", "", ""), *(Where(phase, "", "") for phase, _ in _SPOTS)]
     constants, slopes, blocks, place_of, freed = list(held), [0.0, 0.0], [0, 1], [0, 0], [False, False]
-    for number, half in enumerate(_HALVES, start=1):
-        one, two = (max(0.0, point.get(half, 0.0) - sum(held)) for point in points)
+    for number, spot in enumerate(_SPOTS, start=1):
+        one, two = (max(0.0, point.get(spot, 0.0) - sum(held)) for point in points)
         slope = (two - one) / (batches[1] - batches[0])
         for is_free in (False, True):
             constants.append(one - slope * batches[0])
@@ -131,7 +144,7 @@ def _timeline(held: Sequence[float], points: Sequence[Mapping[Half, float]], bat
             place_of.append(number)
             freed.append(is_free)
     kinds: dict[int, Category] = {0: "weights", 1: "optimizer"}
-    for number, (phase, _) in enumerate(_HALVES, start=2):
+    for number, (phase, _) in enumerate(_SPOTS, start=2):
         kinds[number] = "gradients" if phase == "optimizer" else "activations"
     return Timeline(
         blocks=np.array(blocks),

@@ -13,8 +13,9 @@ from hfopt.trace.events import FREED, Moment, trace_of
 WEIGHT, STATE, ACTIVATION, HEAD = 10_000, 20_000, 3_000, 700
 
 
-def compiled(layers: int, batch: int) -> CompiledRun:
-    """Four steps of a model of equal layers; a batch that is odd is computed with one more small block in each layer."""
+def compiled(layers: int, batch: int, *, checkpointed: bool = False) -> CompiledRun:
+    """Four steps of a model of equal layers; a batch that is odd is computed with one more small block in each layer.
+    checkpointed: each second layer keeps a tenth, and is computed anew in the backward."""
     events: list[tuple[int, int]] = []
     moments: list[Moment] = []
 
@@ -28,13 +29,16 @@ def compiled(layers: int, batch: int) -> CompiledRun:
         begin("step")
         begin("forward")
         for layer in range(layers):
-            events.append((100 + layer, ACTIVATION * batch))
+            events.append((100 + layer, ACTIVATION * batch // (10 if checkpointed and layer % 2 == 0 else 1)))
             if batch % 2:
                 events.extend([(99, 8), (99, FREED)])
         events.append((98, HEAD * batch))
         begin("backward")
         events.append((97, HEAD * batch))
         for layer in reversed(range(layers)):
+            if checkpointed and layer % 2 == 0:
+                events.extend(20 * [(99, 8), (99, FREED)])
+                events.extend([(96, 3 * ACTIVATION * batch), (96, FREED)])
             events.extend([(200 + layer, WEIGHT), (100 + layer, FREED)])
         events.extend([(97, FREED), (98, FREED)])
         begin("optimizer")
@@ -55,6 +59,13 @@ def curve(*batches: int) -> PhaseCurve:
 @pytest.mark.parametrize("batch", [8, 16, 64])
 def test_the_peak_of_a_deep_model_is_that_of_its_compiled_step(batches: tuple[int, int], batch: int) -> None:
     assert curve(*batches).replay(batch).allocated_bytes == pytest.approx(compiled(12, batch).allocated_bytes, rel=0.01)
+
+
+def test_layers_that_are_computed_anew_amid_the_backward_count_however_deep_the_model_is() -> None:
+    found = phase_curve([[compiled(layers, batch, checkpointed=True) for batch in (8, 16)] for layers in (2, 4)], 5.0, 0)
+    for batch in (8, 16, 64):
+        whole = compiled(12, batch, checkpointed=True).allocated_bytes
+        assert whole <= found.replay(batch).allocated_bytes <= 1.05 * whole
 
 
 def test_its_parts_add_up_and_the_moment_is_named() -> None:
