@@ -103,6 +103,15 @@ def attention_names() -> frozenset[str]:
     return frozenset() if table is None else frozenset({"eager", *re.findall(r'^ +"([^"]+)":', table[1], re.MULTILINE)})
 
 
+@cache
+def module_names(model_type: str) -> frozenset[str]:
+    """The names that a model's modules have in transformers' source of it; empty where there is none."""
+    folder = source_folder("transformers")
+    place = None if folder is None else folder / "models" / model_type.replace("-", "_")
+    texts = [path.read_text(encoding="utf-8") for path in place.glob("modeling_*.py")] if place is not None else []
+    return frozenset(name for text in texts for name in re.findall(r"self\.(\w+) = (?!config\b)", text))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchBuild:
     """torch/version.py, read and not run. A build for neither CUDA nor ROCm is for the CPU."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.transformers_patches import lean_imports, spare_inductor, spare_scipy
-from hfopt.compat.versions import attention_names
+from hfopt.compat.versions import attention_names, module_names
 from hfopt.config.deepspeed_json import by_its_name, config_mapping, is_missing, zero_defaults
 from hfopt.config.lookup import model_named_in, named_beside
 from hfopt.config.read_job import Loaded, load, load_document
@@ -27,6 +27,7 @@ from hfopt.hardware.detect import detect, named
 from hfopt.job.request import NamedHost, Request, named_host, with_host
 from hfopt.memory.counted_step import FirstAnswer, first_answer
 from hfopt.memory.trace_store import before_tracing, begin_tracing
+from hfopt.model.sources import find_here
 from hfopt.model.stored_workload import kept_workload
 from hfopt.schema import Assumption, Change, DataSpec, Hardware, Problem, TrainJob, Workload
 from hfopt.store import default_store
@@ -135,6 +136,7 @@ def from_file(
         others = _errors(loaded, as_written)[1]
     _check_named(job, path)
     _check_attention(job)
+    _check_targets(job)
     job, checkpointed = _as_fsdp_checkpoints(job, request, path.parent)
     if request.model_parallel == 1 and (sharing := model_parallel_of(job.settings.engine, path.parent)) > 1:
         job = replace(job, world_size=_data_parallel(devices, sharing))
@@ -184,6 +186,21 @@ def _check_attention(job: TrainJob) -> None:
             f"{ATTENTION}: {name} is not known to transformers {installed().version}",
             hint=f"did you mean {near[0]}?" if near else f"one of {', '.join(sorted(known))}",
         )
+
+
+def _check_targets(job: TrainJob) -> None:
+    """peft refuses targets of which the model has none, but only once it is built. A model of several parts has those of other files."""
+    targets, name = job.model.lora.target_modules if job.model.lora is not None else None, job.model.name
+    source = find_here(name) if isinstance(targets, tuple) and name is not None and not Path(name).expanduser().exists() else None
+    fields = {} if source is None else source.fields
+    known = frozenset[str]() if any(key.endswith("_config") for key in fields) else module_names(str(fields.get("model_type")))
+    if not known or not targets or any(target.rpartition(".")[2] in known for target in targets):
+        return
+    meant = {near[0]: None for target in targets if (near := difflib.get_close_matches(target, known, n=1))}
+    raise ConfigError(
+        f"LoRA: {name} has no module called {' or '.join(targets)}",
+        hint=f"did you mean {', '.join(meant)}?" if meant else "name its linear layers in target_modules, or use all-linear",
+    )
 
 
 def _as_fsdp_checkpoints(job: TrainJob, request: Request, folder: Path) -> tuple[TrainJob, tuple[str, ...]]:

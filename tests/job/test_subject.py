@@ -197,3 +197,28 @@ def test_checkpointing_by_fsdp_is_in_the_figures_and_stays(tmp_path: Path, monke
     path.write_text(text + "gradient_checkpointing: true\n")
     with pytest.raises(ConfigError, match="are both true: transformers refuses"):
         from_file(path, Request(gpu="3090", num_gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "refused"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "[q_projj]", True),
+        ("HuggingFaceTB/SmolLM2-135M", "[q_projj, v_proj]", False),  # peft takes what it finds
+        ("gpt2", "[c_attn]", False),
+        ("gpt2", "[q_proj, v_proj]", True),
+        ("google/flan-t5-small", "[q, v]", False),
+        ("google/gemma-3-4b-it", "[q_projj]", False),  # of several parts: only building it tells
+        ("org/unknown", "[q_projj]", False),
+    ],
+)
+def test_targets_that_a_model_has_none_of_are_refused_before_it_is_built(
+    model: str, targets: str, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
+    path = tmp_path / "train.yaml"
+    path.write_text(f"model_name_or_path: {model}\nper_device_train_batch_size: 4\nuse_peft: true\nlora_target_modules: {targets}\n")
+    if refused:
+        with pytest.raises(ConfigError, match="has no module called"):
+            from_file(path, Request(gpu="3090"))
+    else:
+        assert from_file(path, Request(gpu="3090")).job.model.lora is not None
