@@ -15,6 +15,8 @@ def said(text: str) -> tuple[str, ...]:
 def test_what_another_tool_does_is_named() -> None:
     (fp8,) = said(FACTORY + "fp8: true\nfp8_backend: te\n")
     assert fp8.startswith("fp8: true is set; 8-bit matrix products are not modelled")
+    (loss,) = said(FACTORY + "use_dft_loss: true\n")
+    assert loss.startswith("use_dft_loss: true is set; it is planned as the usual cross-entropy")
     (depths,) = said(FACTORY + "mixture_of_depths: convert\n")
     assert "mixture_of_depths: convert" in depths
     assert said(FACTORY + "fp8: false\nmixture_of_depths: null\ntensor_model_parallel_size: 1\n") == ()
