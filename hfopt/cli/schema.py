@@ -39,7 +39,7 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneT
 def schema(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A command, or `error`; else the names there are.")] = None,
 ) -> None:
-    """Print the JSON schema of a command's --json, errors among them.
+    """Print the JSON schema of a command's --json, or of an error.
 
     An answer that is an object names its schema and version in the key `schema`: hfopt/plan/1. Keys may be added; what is there keeps its
     name, meaning and type until the version is raised.

@@ -294,6 +294,8 @@ class _File:
             yield f"optimizer: {data['optimizer']} is axolotl's own: AdamW's states are planned"
         if self.fuses_like_trl and self.trainer == "SFT":
             yield "the loss without whole logits is planned as TRL's fused head: close, not exact"
+        elif self.trainer == "SFT" and data.get(_LIGER_LOSS) is not True:
+            yield f"axolotl's own loss holds the logits whole, and so does this estimate; with {_CUT_LOSS}: true, or in TRL, they never are"
         adapter = data.get("adapter")
         if adapter and adapter not in ("lora", "qlora"):
             yield f"adapter: {adapter} is planned as LoRA of rank {data.get('lora_r') or _DEFAULT_RANK}: close, not exact"

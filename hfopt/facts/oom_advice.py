@@ -84,7 +84,8 @@ def _fragments(report: OomReport) -> str | None:
 
 
 def _phase(report: OomReport) -> str:
-    at = "" if report.step is None else f", after {report.step} step{'' if report.step == 1 else 's'}"
+    steps = "in the first step" if report.step == 0 else f"after {report.step} step{'' if report.step == 1 else 's'}"
+    at = "" if report.step is None else f", {steps}"
     by = "" if report.evidence is None else f" (by: {report.evidence})"
     return f"phase: {PHASES[report.phase]}{at}{by}"
 

@@ -219,6 +219,7 @@ Send = Callable[[Mapping[str, Any]], object]
 EACH_S, MOST = 600.0, 50  # between two alerts of one cause; of a run
 WEBHOOK_S, COMMAND_S, CLOSING_S = 5.0, 30.0, 3.0
 _FAILURES = 3  # in a row, after which a way is switched off: a hook may be out of reach for a moment
+_OF_A_SHELL = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "<", "2>&1"})
 _WAITING = 16  # alerts that may wait to be sent; more are dropped
 
 
@@ -234,6 +235,8 @@ def sender(wish: OnFinding) -> tuple[str, Send]:
         words = shlex.split(wish)
     except ValueError as error:
         raise ConfigError(f"on_finding: {wish!r} is not a command: {error}") from error
+    if (operator := next((word for word in words if word in _OF_A_SHELL), None)) is not None:
+        raise ConfigError(f"on_finding runs without a shell: {operator!r} would be an argument", hint=f"sh -c {shlex.quote(wish)}")
     return "on_finding (command)", lambda alert: _run(words, alert)
 
 
@@ -320,10 +323,15 @@ def _run(words: list[str], alert: Mapping[str, Any]) -> None:
 def _wandb(alert: Mapping[str, Any]) -> None:
     run = getattr(sys.modules.get("wandb"), "run", None)
     if run is not None:
-        run.alert(title=f"hfopt: {alert['cause']}", text=alert["sentence"])
+        run.alert(title=f"hfopt: {alert['cause']}", text=_text(alert))
 
 
 def _trackio(alert: Mapping[str, Any]) -> None:
     send = getattr(sys.modules.get("trackio"), "alert", None)
     if send is not None:  # since Trackio has alerts
-        send(title=f"hfopt: {alert['cause']}", text=alert["sentence"])
+        send(title=f"hfopt: {alert['cause']}", text=_text(alert))
+
+
+def _text(alert: Mapping[str, Any]) -> str:
+    """The sentence without the cause, which is the title."""
+    return str(alert["sentence"]).removeprefix(f"{alert['cause']}: ")

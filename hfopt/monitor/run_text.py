@@ -161,7 +161,7 @@ def _machine(total: Window) -> Iterator[str]:
         facts.append(f"{gpu.suspect} impossible readings left out" if gpu.suspect else None)
         yield f"GPU     {', '.join(fact for fact in facts if fact)}"
     if total.cpu_util is not None:
-        workers = f", {total.worker_count} worker processes" if total.worker_count else ""
+        workers = f", {total.worker_count} child processes" if total.worker_count else ""
         yield f"CPU     {100 * total.cpu_util.mean:.0f} % ({100 * total.cpu_util.low:.0f}-{100 * total.cpu_util.high:.0f}){workers}"
     if total.ram_used_bytes is not None and total.ram_total_bytes:
         yield f"RAM     {format_bytes(total.ram_used_bytes)} of {format_bytes(total.ram_total_bytes)}, all processes"

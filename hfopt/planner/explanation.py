@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from hfopt.facts.oom_advice import general_changes, reasons_of
-from hfopt.schema import Candidate, Explanation, FittingChange, MemoryPeak, OomReport, ReplayedOom
+from hfopt.schema import Candidate, Explanation, FittingChange, MemoryPeak, OomPhase, OomReport, ReplayedOom
 from hfopt.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hfopt.pricing.candidate_prices import Pricing
 
 _IN_A_STEP = ("forward", "loss", "backward", "optimizer", "unknown")
+_ORDER = ("forward", "loss", "backward", "optimizer")
 _ON_THE_CARD = (
     "device_full",
     "fragmentation",
@@ -48,9 +49,23 @@ def explain_with_config(report: OomReport, config: str, request: Request, *, pro
         return replace(plain, notes=("the config was not needed: it is not the card's memory that ran out",))
     subject, notes = _subject(report, config, request)
     replayed = _Replay(report, subject, request, progress)
+    replay = replayed.result()
     changes = tuple(replayed.changes())
     general = () if report.phase in _IN_A_STEP else plain.changes
-    return replace(plain, replay=replayed.result(), changes=(*general, *changes) or plain.changes, notes=(*notes, *subject.notes))
+    notes = (*notes, *otherwise(report.phase, replay), *subject.notes)
+    return replace(plain, replay=replay, changes=(*general, *changes) or plain.changes, notes=notes)
+
+
+def otherwise(said: OomPhase, replay: ReplayedOom) -> Iterator[str]:
+    """The log and the replay run out in different parts of a step: the run was not quite this config's."""
+    replayed = (replay.moment or "").split(",")[0]
+    if replay.fits or said not in _ORDER or replayed not in _ORDER or _agrees(replayed, said):
+        return
+    earlier = _ORDER.index(said) < _ORDER.index(replayed)
+    yield (
+        f"the log says {said}, the replay {replayed}: the run took {'more' if earlier else 'less'} than this config says; "
+        "look for another model or batch, other lengths, or settings given on the command line"
+    )
 
 
 def _subject(report: OomReport, config: str, request: Request) -> tuple[Subject, tuple[str, ...]]:

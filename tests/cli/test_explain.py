@@ -6,12 +6,15 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from hfopt.cli import main
+from hfopt.planner.explanation import otherwise
+from hfopt.schema import OomPhase, ReplayedOom
 from hfopt.units import GIB
 
 Run = Callable[..., tuple[int, str, str]]
@@ -79,6 +82,17 @@ def test_what_is_not_text_is_refused_at_once(run: Run, tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_read_ends_with_2(run: Run, tmp_path: Path) -> None:
     code, _, err = run("-", "--config", str(tmp_path / "none.yaml"), given=OOM.format(total="1.60").encode())
     assert code == 2 and "none.yaml" in err
+
+
+@pytest.mark.parametrize(
+    ("said", "moment", "words"),
+    [("backward", "optimizer, the whole model, aten::zeros_like", "took more"), ("optimizer", "forward, layers.2, aten::mm", "took less")],
+)
+def test_a_replay_that_runs_out_elsewhere_says_so(said: OomPhase, moment: str, words: str) -> None:
+    replay = ReplayedOom(device="a card", available_bytes=1, needed_bytes=2, fits=False, batch=1, moment=moment, failed_bytes=None)
+    assert [words in note for note in otherwise(said, replay)] == [True]
+    assert not list(otherwise("unknown", replay)) and not list(otherwise(said, replace(replay, fits=True)))
+    assert not list(otherwise("loss", replace(replay, moment="forward, lm_head, aten::mm")))
 
 
 @pytest.mark.slow

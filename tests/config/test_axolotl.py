@@ -96,6 +96,20 @@ def test_whole_models_keep_embeddings_and_norms_in_float32_where_axolotl_does(li
 
 
 @pytest.mark.parametrize(
+    ("key", "whole"),
+    [
+        ("", True),
+        ("cut_cross_entropy: true\n", False),
+        ("chunked_cross_entropy: true\n", False),
+        ("liger_fused_linear_cross_entropy: true\n", False),
+    ],
+)
+def test_whole_logits_are_said(key: str, whole: bool) -> None:
+    notes = job_of(QLORA + key).model.notes
+    assert any("holds the logits whole" in note for note in notes) is whole
+
+
+@pytest.mark.parametrize(
     ("lines", "trainer", "uses_trl"),
     [
         ("rl: dpo\n", "DPO", True),

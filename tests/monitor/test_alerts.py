@@ -136,7 +136,7 @@ def test_trackers_that_the_trainer_reports_to(monkeypatch: pytest.MonkeyPatch) -
     assert [name for name, _ in found] == ["W&B alerts", "Trackio alerts"] and tracker_senders([object()]) == []
     for _, send in found:
         send(the_alert())
-    assert len(sent) == 2 and sent[0] == ("hfopt: data_bound", the_alert()["sentence"])
+    assert len(sent) == 2 and sent[0] == ("hfopt: data_bound", the_alert()["sentence"].removeprefix("data_bound: "))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=None))
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace())
     for _, send in found:
@@ -144,7 +144,7 @@ def test_trackers_that_the_trainer_reports_to(monkeypatch: pytest.MonkeyPatch) -
     assert len(sent) == 2, "no run, or a Trackio without alerts"
 
 
-@pytest.mark.parametrize("wish", ["", "  ", 3, "echo 'unclosed"])
+@pytest.mark.parametrize("wish", ["", "  ", 3, "echo 'unclosed", "cat >> found.json", "cat | mail -s hfopt me@example.org"])
 def test_a_bad_wish_is_said_when_the_monitor_is_made(wish: Any) -> None:
     with pytest.raises(ConfigError, match="on_finding"):
         HFGpuMonitor(on_finding=wish)
