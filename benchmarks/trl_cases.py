@@ -23,6 +23,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {**_WIDTH, "vocab_size": 64_000, "head_dim": 64, "sliding_window": 128},
     "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "vocab_size": 50_257},
     "qwen3": {**_WIDTH, "vocab_size": 70_000, "head_dim": 64},
+    "phi3": {
+        **_WIDTH,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 32_064,
+    },
     "t5": {**_T5, "d_model": 512, "d_ff": 1024, "num_heads": 8, "vocab_size": 32_128},
     "mt5": {**_T5, "d_model": 256, "d_ff": 512, "num_heads": 4, "vocab_size": 60_000},
     "bart": {**_SIDES, "d_model": 512, "vocab_size": 50_265, "max_position_embeddings": 512},
@@ -43,6 +51,7 @@ class TrlCase:
     name: str
     length: int = 256
     batch: int = 6
+    steps: int = 3
     keys: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,7 +64,7 @@ class TrlCase:
             "model_name_or_path": str(folder),
             "dataset_name": "some/data",
             "per_device_train_batch_size": self.batch,
-            "max_steps": 3,
+            "max_steps": self.steps,
             "logging_steps": 1,
             **self.keys,
         }
@@ -91,6 +100,7 @@ def cases() -> list[TrlCase]:
         ("RLOO", "RLOO", {"trainer_type": "rloo"}),
     ]
     decoders = [TrlCase(kind=kind, model=model, name=name, keys=keys) for kind, name, keys in shapes for model in DECODERS]
+    decoders.append(TrlCase(kind="SFT", model="phi3", name="SFT no checkpointing", keys={"gradient_checkpointing": False}))
     return [*decoders, *(TrlCase(kind="Seq2SeqTrainer", model=model, name="Seq2Seq", keys={"bf16": True}) for model in SEQ2SEQ)]
 
 
@@ -195,7 +205,7 @@ def _seq2seq_trainer(case: TrlCase, folder: Path, settings: dict[str, Any]) -> A
         save_strategy="no",
         disable_tqdm=True,
         per_device_train_batch_size=case.batch,
-        max_steps=3,
+        max_steps=case.steps,
         logging_steps=1,
         **({**case.keys} | settings),
     )

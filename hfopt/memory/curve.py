@@ -71,7 +71,7 @@ def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool
 _ANCHORS = 7
 _LARGEST_BATCH = 1 << 20
 _FEW, _MANY = 3, 16
-FEWER_ROWS = 1 / 32  # of a full batch's, from one batch of the first step to the next: enough that the blocks are too small for it
+FEWER_ROWS = (1 / 32, 1 / 16, 1 / 8)  # of a full batch's, in the first step: the least is enough that the blocks are too small for one
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class MemoryCurve:
         if key not in self._replays:
             self._replays[key] = known_or_made(
                 lambda: self._described(batch, options, capacity_bytes),
-                lambda: self._replay(batch, lambda: CachingAllocator(options, capacity_bytes=capacity_bytes)),
+                lambda: self._replay(batch, options, capacity_bytes),
             )
         return self._replays[key]
 
@@ -123,19 +123,23 @@ class MemoryCurve:
             yield np.array(list(self.varying.events(batch)), dtype=np.int64).tobytes()
         if self.uneven and self.goes_on:
             timeline = self.timeline.at(batch)
-            for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
-                yield np.array(sizes, dtype=np.int64).tobytes()
+            sizes = timeline.sizes(batch)
+            for other in (*emptier_first_steps(timeline, sizes, batch), fuller_and_fuller(timeline, sizes, batch)):
+                yield np.array(other, dtype=np.int64).tobytes()
 
     def described_steps(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Iterator[bytes]:
         """All that `replay_steps` depends on, and what follows in the timeline."""
         yield repr((options, capacity_bytes, self.goes_on)).encode()
         yield from self.timeline.at(batch).described(batch)
 
-    def _replay(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Replay:
-        same = self._replay_one_length(batch, allocator())
-        for other in self._other_batches(batch, allocator) if same.fits else ():
-            same = replace(same, reserved_bytes=max(same.reserved_bytes, other.reserved_bytes), fits=same.fits and other.fits)
-        return same
+    def _replay(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Replay:
+        def allocator(capacity: int | None = capacity_bytes) -> CachingAllocator:
+            return CachingAllocator(options, capacity_bytes=capacity)
+
+        found = self._replay_one_length(batch, allocator())
+        for other in self._other_batches(batch, allocator) if found.fits else ():
+            found = replace(found, reserved_bytes=max(found.reserved_bytes, other.reserved_bytes), fits=found.fits and other.fits)
+        return self._with_fuller_batches(batch, found, allocator) if found.fits and self.uneven and self.goes_on else found
 
     def _other_batches(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Iterator[Replay]:
         """The steps with batches that are not all alike."""
@@ -143,8 +147,18 @@ class MemoryCurve:
             yield replay_events(self.timeline, self.varying.events(batch), allocator())
         if self.uneven and self.goes_on:
             timeline = self.timeline.at(batch)
-            for sizes in fuller_and_fuller(timeline, timeline.sizes(batch), batch):
+            for sizes in emptier_first_steps(timeline, timeline.sizes(batch), batch):
                 yield self._replay_sizes(timeline, sizes, allocator())
+
+    def _with_fuller_batches(self, batch: int, found: Replay, allocator: Callable[..., CachingAllocator]) -> Replay:
+        """Batches that are fuller each time reserve more with every one, though most of it is cached: they have to run in what the others
+        reserve, where cached segments are given back. Only if they do not, it is taken for needed."""
+        timeline = self.timeline.at(batch)
+        sizes = fuller_and_fuller(timeline, timeline.sizes(batch), batch)
+        if not sizes or self._replay_sizes(timeline, sizes, allocator(found.reserved_bytes)).fits:
+            return found
+        other = self._replay_sizes(timeline, sizes, allocator())
+        return replace(found, reserved_bytes=max(found.reserved_bytes, other.reserved_bytes), fits=other.fits)
 
     def _replay_one_length(self, batch: int, allocator: CachingAllocator) -> Replay:
         """The steps, then what follows in the timeline."""
@@ -285,24 +299,30 @@ class MemoryCurve:
         )
 
 
-def fuller_and_fuller(timeline: Timeline, sizes: list[int], batch: int) -> Iterator[list[int]]:
-    """The sizes with a first step whose batches have fewer rows for a fused head, and with each batch of both steps fuller than the last.
+def emptier_first_steps(timeline: Timeline, sizes: list[int], batch: int) -> Iterator[list[int]]:
+    """The sizes with a first step whose batches have fewer rows for a fused head.
 
     A tile that is not full is as large as its rows, so a fuller batch finds no block that is large enough and takes another segment; by
-    then states and gradients may lie in the last one, which then cannot be given back on a full card. Nothing where every tile is full, or
-    where there is none."""
+    then states and gradients may lie in the last one, or not have found room there, and it cannot be given back on a full card. Which of
+    it happens hangs on a few rows, so several shares are tried. Nothing where every tile is full, or where there is none."""
     marks, tiles = timeline.marks, timeline.tiles
-    fewer = {index: timeline.formulas[index].scaled(1 - FEWER_ROWS, batch) for index in tiles}
-    if "step_1" not in marks or all(sizes[index] == size for index, size in fewer.items()):
-        return
-    yield [fewer.get(index, size) if marks["step_0"] <= index < marks["step_1"] else size for index, size in enumerate(sizes)]
-    starts = sorted(event for name, event in marks.items() if "_micro_" in name)
-    if len(starts) > 2:
-        found = list(sizes)
-        for index in tiles:
-            to_come = len(starts) - bisect_right(starts, index)  # batches, until the full one
-            found[index] = timeline.formulas[index].scaled(1 - to_come * FEWER_ROWS, batch)
-        yield found
+    for share in FEWER_ROWS if "step_1" in marks else ():
+        fewer = {index: timeline.formulas[index].scaled(1 - share, batch) for index in tiles}
+        if any(sizes[index] != size for index, size in fewer.items()):
+            yield [fewer.get(index, size) if marks["step_0"] <= index < marks["step_1"] else size for index, size in enumerate(sizes)]
+
+
+def fuller_and_fuller(timeline: Timeline, sizes: list[int], batch: int) -> list[int]:
+    """The sizes with each batch of a window of several fuller than the last, through both steps; none where there is no such window."""
+    tiles = timeline.tiles
+    starts = sorted(event for name, event in timeline.marks.items() if "_micro_" in name)
+    if len(starts) <= 2 or not tiles:
+        return []
+    found = list(sizes)
+    for index in tiles:
+        to_come = len(starts) - bisect_right(starts, index)  # batches, until the full one
+        found[index] = timeline.formulas[index].scaled(1 - to_come * FEWER_ROWS[0], batch)
+    return found if found != sizes else []
 
 
 def replay_events(timeline: Timeline, events: Iterable[tuple[int, int]], allocator: CachingAllocator) -> Replay:

@@ -82,9 +82,38 @@ def with_a_tile(*, micro_batches: int) -> MemoryCurve:
     return MemoryCurve(timeline, CONTEXT, goes_on=True)
 
 
-@pytest.mark.parametrize(("micro_batches", "tiles"), [(1, 62 + 64), (2, 58 + 60 + 62 + 64)])
-def test_a_fuller_batch_finds_no_room_in_the_tile_of_the_one_before(micro_batches: int, tiles: int) -> None:
-    curve = with_a_tile(micro_batches=micro_batches)
+def with_states(curve: MemoryCurve, *, mib: float, before: str = "step_1") -> MemoryCurve:
+    """The same with three states that are taken before the second step and stay."""
+    timeline, at, count = curve.timeline, curve.timeline.marks[before], 3
+    new = [timeline.next_block + number for number in range(count)]
+    moved = {index + count * (index >= at): formula for index, formula in timeline.formulas.items()}
+    marks = {name: event + count * (event >= at) for name, event in timeline.marks.items()}
+    more = replace(
+        timeline,
+        blocks=np.insert(timeline.blocks, at, new),
+        is_free=np.insert(timeline.is_free, at, [False] * count),
+        constants=np.insert(timeline.constants, at, [mib * MIB] * count),
+        slopes=np.zeros(len(timeline) + count),
+        place_of=np.zeros(len(timeline) + count, dtype=np.int64),
+        marks=marks,
+        formulas=moved,
+    )
+    return replace(curve, timeline=more, uneven=True, _replays={})
+
+
+def test_states_may_fit_into_an_emptier_batchs_tile_or_not() -> None:
+    """Three of 20.25 MiB lie in a tile of 62 or 64 MiB, but not in one of 60: the third takes a segment of its own."""
+    assert with_states(with_a_tile(micro_batches=1), mib=20.25).replay(1).reserved_bytes == (60 + 22 + 64) * MIB
+
+
+def test_fuller_batches_that_cannot_run_in_what_the_others_reserve_take_it_all() -> None:
+    """States in two tiles' segments: neither is given back for the fuller ones."""
+    assert with_states(with_a_tile(micro_batches=2), mib=20.25).replay(1).reserved_bytes == (58 + 60 + 62 + 64) * MIB
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_fuller_batch_finds_no_room_in_the_tile_of_the_one_before(micro_batches: int) -> None:
+    curve, tiles = with_a_tile(micro_batches=micro_batches), 62 + 64  # of a window's further ones, cached segments are given back
     assert curve.replay(1).reserved_bytes == 64 * MIB
     uneven = replace(curve, uneven=True, _replays={})
     assert uneven.replay(1).reserved_bytes == tiles * MIB

@@ -37,9 +37,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     whole = MemoryCurve._replay
 
-    def noted(self: MemoryCurve, batch: int, allocator: object) -> object:
+    def noted(self: MemoryCurve, batch: int, *how: object) -> object:
         made.append(batch)
-        return whole(self, batch, allocator)  # type: ignore[arg-type]
+        return whole(self, batch, *how)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemoryCurve, "_replay", noted)
     return made

@@ -15,7 +15,17 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "trl_accuracy.py"
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize(
-    "title", ["SFT LoRA llama", "Reward qwen2", "DPO qwen2", "SFT packed llama", "GRPO beta qwen3", "Seq2Seq t5", "SFT padding-free gemma2"]
+    "title",
+    [
+        "SFT LoRA llama",
+        "Reward qwen2",
+        "SFT no checkpointing phi3",
+        "DPO qwen2",
+        "SFT packed llama",
+        "GRPO beta qwen3",
+        "Seq2Seq t5",
+        "SFT padding-free gemma2",
+    ],
 )
 def test_yaml_live_and_virtual_agree(title: str, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
@@ -25,4 +35,4 @@ def test_yaml_live_and_virtual_agree(title: str, tmp_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["complete"] == result["n"] == 1, done.stdout
     assert all(result[f"{pair}, most %"] <= 2 for pair in ("yaml to live", "yaml to virtual", "live to virtual")), done.stdout
-    assert result["reserved, most under %"] <= 3, done.stdout
+    assert result["reserved, most under %"] <= 3 and result["least card, most under %"] <= 0, done.stdout
