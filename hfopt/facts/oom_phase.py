@@ -23,6 +23,7 @@ _FRAMES = (
     re.compile(r"^(?P<file>(?:Cell In|Input In|In) ?\[\d+\])(?:, line \d+, in (?P<function>[\w<>.]+))?"),
     re.compile(r"^(?P<file>[^\s\"]*)(?:\", | *)line \d+, in (?P<function>[\w<>.]+)$"),  # pasted from its middle on
     re.compile(r"^\s*(?:→|->) (?P<file>)(?P<function>[\w<>.]+)"),  # told in arrows
+    re.compile(r"“(?P<file>[^”]{1,300}\.py)”[,，] ?第 ?\d+ ?行[,，] ?在 ?(?P<function>[\w<>.]+)"),  # translated by a browser
 )
 _NATIVE_BACKWARD = re.compile(r"frame #\d+: .*(?:torch::autograd::Engine|_backward\w*\()")  # C++ frames behind a message
 _CODE = re.compile(r"^(?!\s*\d+%)\s+\S|^[❱╰╭]|^-+> ?\d|^`?(?:return |[\w., ]+ = )[\w.]+\(")

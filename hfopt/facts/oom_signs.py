@@ -119,7 +119,8 @@ LINES: tuple[tuple[OomPhase, re.Pattern[str]], ...] = (
         "setup",
         re.compile(
             r"DeepSpeed\w* initialize|(?:before|after) (?:creating|initializing) .{0,30}(?:partitions|optimizer|states)"
-            r"|distributed_backend=|Reduce bucket size|^Parameter Offload\b",
+            r"|distributed_backend=|Reduce bucket size|^Parameter Offload\b"
+            r"|Creating \w+ (?:un)?fused optimizer",
             re.IGNORECASE,
         ),
     ),
