@@ -46,6 +46,11 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
                 )
             ),
         ),
+        "compat/fast_import": (
+            *(f"torch._dynamo.{name}" for name in ("disable", "allow_in_graph", "assume_constant_result", "graph_break")),
+            *(f"torch._dynamo.source.{name}" for name in ("ConstantSource", "RandomValueSource")),
+            "torch.distributed.tensor.DTensor",
+        ),
         "model/builder": (
             "torch._subclasses.fake_tensor.FakeTensorMode",
             "torch.utils._python_dispatch._disable_current_modes",
@@ -65,8 +70,11 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
         "trace/fake_tensors": (
             "torch._subclasses.fake_tensor.FakeTensor",
-            "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
             "torch._C._DisableTorchDispatch",
+            "torch._C._PreserveDispatchKeyGuard",
+            "torch._C._set_meta_in_tls_dispatch_include",
+            "torch._C._set_throw_on_mutable_data_ptr",
+            "torch.Tensor._make_subclass",
         ),
         "trace/cuda_autocast": (
             "torch._C.DispatchKey.AutocastCPU",
@@ -139,9 +147,11 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
     },
     "transformers": {
-        "compat/transformers_patches: fast_import": (
+        "compat/fast_import": (
             "transformers.utils.is_scipy_available",
             "transformers.utils.is_datasets_available",
+            "transformers.utils.is_torch_distributed_available",
+            "transformers.utils.import_utils.create_import_structure_from_path.cache_info",
             "transformers.loss.loss_utils",
         ),
         "compat/transformers_patches": (

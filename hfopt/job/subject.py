@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat.transformers_patches import lean_imports, spare_inductor, spare_scipy
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_second_look
 from hfopt.compat.versions import attention_names, module_names
 from hfopt.config.deepspeed_json import by_its_name, config_mapping, is_missing, zero_defaults
 from hfopt.config.lookup import model_named_in, named_beside
@@ -362,7 +362,9 @@ def workload_of(job: TrainJob, *, layers: int | None = None, lean: bool = False)
 def _built(job: TrainJob, *, layers: int | None = None, lean: bool = False) -> Workload:
     with lean_imports() if lean else nullcontext():
         if lean:
-            spare_scipy()
+            spare_dynamo(one_device=job.world_size == 1)
+            spare_second_look()
+            spare_scipy(one_device=job.world_size == 1)
             if job.model.lora is not None or job.model.quantization is not None:
                 spare_inductor()
         from hfopt.model.from_config import from_job

@@ -33,6 +33,7 @@ from hfopt.planner.result import Plan
 from hfopt.planner.search import TIE, SearchResult, Space, best_first, candidates
 from hfopt.planner.trials import Confirmed, Tried, Tryout, confirmed
 from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.compiled import COMPILE
 from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
 from hfopt.pricing.target_device import TargetDevice, device_of
@@ -79,7 +80,7 @@ def make_plan(
         if tryout is not None:
             tryout.start()
 
-    tryout = None if request.dry_run is False else Tryout(progress, asked=request.dry_run)
+    tryout = None if request.dry_run is False else Tryout(progress, asked=request.dry_run, may_compile=COMPILE in request.allow)
     with tryout or nullcontext():
         if isinstance(source, (str, PathLike)):
             subject = from_file(Path(source), request, known=known, begin=begin)

@@ -279,10 +279,11 @@ class Tryout:
     has that of the same question, where it was made once, or none. `asked`: in any case, or never.
     """
 
-    def __init__(self, progress: Progress, *, asked: bool | None = None) -> None:
+    def __init__(self, progress: Progress, *, asked: bool | None = None, may_compile: bool = False) -> None:
         self.note: str | None = None  # why nothing can be tried, where that is news
         self._progress = progress
         self._asked = asked
+        self._may_compile = may_compile
         self._job: TrainJob | None = None
         self._where: Where | None = None
         self._gpu: Gpu | None = None
@@ -362,7 +363,8 @@ class Tryout:
         context = 0
         if self._where == "virtual" and gpu is not None:
             context = context_bytes(gpu.capability or (8, 0), multiprocessors=gpu.sms)
-        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, extent=EXTENTS[self._where])
+        eager = self._where == "virtual" and not (self._may_compile or self._job.settings.torch_compile)
+        return Prepared(self._job, device=self._where, gpu=gpu, context_bytes=context, extent=EXTENTS[self._where], eager=eager)
 
 
 UNSUPPORTED = "_STATUS_NOT_SUPPORTED"  # what the stand-ins of cuDNN and its kin answer to what they do not know

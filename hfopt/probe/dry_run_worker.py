@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from hfopt.compat.transformers_patches import lean_imports, spare_datasets, spare_inductor, spare_scipy
+from hfopt.compat.fast_import import lean_imports, spare_datasets, spare_dynamo, spare_inductor, spare_scipy, spare_second_look
 from hfopt.errors import HfoptError
 from hfopt.schema import Candidate, EvaluationPeak
 
@@ -27,12 +27,16 @@ def _told(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
 
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
+    told = pickle.loads((folder / "job.pickle").read_bytes())
     with lean_imports():
-        spare_scipy()
+        if told["eager"]:
+            spare_dynamo(one_device=True)
+        spare_second_look()
+        spare_scipy(one_device=told["eager"])
         spare_datasets()
         from hfopt.probe import training_steps
 
-        order = training_steps.Order(**pickle.loads((folder / "job.pickle").read_bytes()))
+        order = training_steps.Order(**told)
         if order.job.model.lora is not None:
             spare_inductor()
     try:

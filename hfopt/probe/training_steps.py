@@ -133,6 +133,7 @@ class Order:
     job: TrainJob
     device: Device
     extent: Extent
+    eager: bool = False  # nothing will be compiled in it
 
 
 class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]

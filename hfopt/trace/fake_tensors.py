@@ -2,7 +2,8 @@
 
 FakeTensorMode spends most of a trace on hashing arguments into its own cache. Here the key is what decides an output's shape (operation,
 sizes, strides, dtypes, plain arguments) and an output is rebuilt from its recorded size, stride and dtype. Views go straight to the meta
-kernel, operations in place return their argument, optimizer kernels over lists have nothing to compute.
+kernel, operations in place return their argument, optimizer kernels over lists have nothing to compute. A fake tensor is made as its
+constructor makes it, without the constructor's checks: all have the attributes of one that it made.
 
 transformers asks `mask.all()` to choose an attention kernel, skips layers on `torch.rand([]) < layerdrop` and sizes drop-path rates with
 `linspace(...).tolist()`. A fake tensor has no data, so each small integer or boolean tensor, and each tiny float one, carries a
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -49,7 +50,7 @@ class _Kind:
         self.in_place = (
             len(written) == 1 and written[0] is schema.arguments[0] and len(schema.returns) == 1 and aliases and name not in _CHANGES_SHAPE
         )
-        self.view = bool(func.is_view) and not written
+        self.view = (bool(func.is_view) or name == "_unsafe_view") and not written  # the latter shares its storage and says it does not
         self.remembered = not written and not aliases and bool(schema.returns)
 
 
@@ -58,6 +59,7 @@ class FastFake:
 
     def __init__(self, fake_mode: Any) -> None:
         self._mode = fake_mode
+        self._attributes = dict(vars(FakeTensor(fake_mode, _on_meta((1,), (1,), torch.float32), _CPU)))
         self._kinds: dict[Any, _Kind] = {}
         self._known: dict[Any, _Output | tuple[_Output | int | None, ...]] = {}
 
@@ -92,16 +94,26 @@ class FastFake:
         return tuple(self._fresh(leaf) if isinstance(leaf, _Output) else leaf for leaf in known)
 
     def _viewed(self, func: Any, args: Sequence[Any]) -> Any:
-        with in_kernel_invocation_manager(self._mode):
-            out = func(*args)
-        if isinstance(out, torch.Tensor):
-            return FakeTensor(self._mode, out, _CPU)
-        return type(out)(FakeTensor(self._mode, leaf, _CPU) for leaf in out)
+        mode = self._mode
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():  # as in_kernel_invocation_manager, without a generator
+            mode.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                out = func(*args)
+            finally:
+                mode.in_kernel_invocation = False
+        return self._faked(out) if isinstance(out, torch.Tensor) else type(out)(map(self._faked, out))
 
     def _fresh(self, output: _Output) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():
-            empty = torch.empty_strided(output.size, output.stride, dtype=output.dtype, device="meta")
-        return FakeTensor(self._mode, empty, _CPU)
+        return self._faked(_on_meta(output.size, output.stride, output.dtype))
+
+    def _faked(self, on_meta: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.Tensor._make_subclass(
+            FakeTensor, on_meta, on_meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(self._attributes)
+        return made
 
     def _remember(self, key: Any, kind: _Kind, args: Sequence[Any], out: Any) -> None:
         if kind.in_place:
@@ -112,6 +124,11 @@ class FastFake:
                 self._known[key] = _output(out)
         elif isinstance(out, tuple) and out and all(_is_plain(leaf) or _is_fresh(leaf, args) for leaf in out):
             self._known[key] = tuple(leaf if _is_plain(leaf) else _output(leaf) for leaf in out)
+
+
+def _on_meta(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 def _output(tensor: torch.Tensor) -> _Output:

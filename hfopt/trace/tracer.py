@@ -8,18 +8,19 @@ that runs steps on the session; `trainer_step` holds the Trainer's, a benchmark 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from types import CellType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfopt.compat import let_gradients_through, package_version, quietly
-from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalidated_distributions
+from hfopt.compat.torch_patches import dispatch_rules_known, lists_of_scalars, swaps_allowed, unvalidated_distributions
 from hfopt.compat.transformers_patches import (
     assignments_by_shape,
     checkpoints_every_n_layers,
@@ -155,7 +156,10 @@ class Tracer:
             trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count
         )
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
-        with torch.random.fork_rng(devices=[]), _no_garbage_collection(), quietly(), plain, _read_as_in_a_run(self._values):
+        undisturbed = _no_garbage_collection(), quietly(), plain, dispatch_rules_known()
+        with contextlib.ExitStack() as around, torch.random.fork_rng(devices=[]), _read_as_in_a_run(self._values):
+            for one in undisturbed:
+                around.enter_context(one)
             torch.manual_seed(0)
             _forget_answers(self.model)
             for module, state in self._checkpointed:
@@ -268,12 +272,22 @@ def _forget_answers(model: Any) -> None:
     """Methods with an lru_cache (RT-DETR's position embedding) answer anew in each trace, as in the first step of a run, and keep no fake
     tensor for a real one."""
     for module in model.modules():
-        for method in (*vars(module).values(), *vars(type(module)).values()):
-            function = getattr(method, "__func__", method)
-            inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL]
-            for cached in (function, *inside):
-                if callable(getattr(cached, "cache_clear", None)):
-                    cached.cache_clear()
+        for cached in (
+            *_answering_methods(cast(Any, type(module))),
+            *(one for value in vars(module).values() for one in _answering(value)),
+        ):
+            cached.cache_clear()
+
+
+@functools.cache
+def _answering_methods(kind: Any) -> tuple[Any, ...]:
+    return tuple(one for value in vars(kind).values() for one in _answering(value))
+
+
+def _answering(method: Any) -> tuple[Any, ...]:
+    function = getattr(method, "__func__", method)
+    inside = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if cell != _EMPTY_CELL]
+    return tuple(cached for cached in (function, *inside) if callable(getattr(cached, "cache_clear", None)))
 
 
 @contextlib.contextmanager

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from hfopt.compat.transformers_patches import _compiled_later
+from hfopt.compat.fast_import import _compiled_later
 
 CODE = """
 import sys
 from importlib.util import find_spec
-from hfopt.compat.transformers_patches import spare_scipy
+from hfopt.compat.fast_import import spare_scipy
 spare_scipy()
 from transformers import BertForSequenceClassification
 assert "scipy" not in sys.modules, "scipy was imported with the models"
@@ -28,7 +28,7 @@ assert losses.is_scipy_available()
 
 TRAINER = """
 import gc, sys
-from hfopt.compat.transformers_patches import lean_imports, spare_datasets
+from hfopt.compat.fast_import import lean_imports, spare_datasets
 with lean_imports():
     assert not gc.isenabled()
     spare_datasets()
@@ -43,12 +43,63 @@ assert is_datasets_available() == (find_spec("datasets") is not None)
 
 PEFT = """
 import sys, torch
-from hfopt.compat.transformers_patches import spare_inductor
+from hfopt.compat.fast_import import spare_inductor
 compiles = torch.compile
 spare_inductor()
 import peft
 assert torch.compile is compiles and "torch._inductor.compile_fx" not in sys.modules, "torch's compiler was imported with peft"
 """
+
+
+EAGER = """
+import sys
+from hfopt.compat.fast_import import spare_dynamo, spare_scipy, spare_second_look
+spare_dynamo(one_device=True)
+spare_second_look()
+spare_scipy(one_device=True)
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from transformers.utils import is_torch_distributed_available
+from torch.utils.checkpoint import checkpoint
+for name in ("scipy", "triton", "torch._inductor", "torch._dynamo.convert_frame", "torch.distributed.tensor._ops"):
+    assert name not in sys.modules, f"{name} was imported with the models"
+assert is_torch_distributed_available()
+model = BertForSequenceClassification(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8))
+model.gradient_checkpointing_enable()
+model.train()(torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, dtype=torch.long)).loss.backward()
+assert torch._dynamo.disable(recursive=False)(len) is len
+assert "torch._dynamo.convert_frame" not in sys.modules, "a step in eager mode took the compiler in"
+assert torch._dynamo.list_backends() and "torch._dynamo.convert_frame" in sys.modules
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor
+assert issubclass(DTensor, torch.Tensor) and torch._dynamo.source.ConstantSource.__mro__[1] is not object
+"""
+
+
+MODELS = """
+import sys
+from pathlib import Path
+from hfopt.compat.fast_import import spare_second_look
+import transformers
+from transformers.utils import import_utils
+look = import_utils.create_import_structure_from_path
+spare_second_look()
+assert import_utils.create_import_structure_from_path is look
+read = look.cache_info().misses
+first = import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
+assert look.cache_info().misses == read, "the models' files were read again"
+look.cache_clear(), import_utils.define_import_structure.cache_clear()
+assert first == import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
+from transformers.models.bert import BertConfig
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [EAGER, MODELS], ids=["the compiler", "the models' names"])
+def test_what_is_left_out_is_there_when_it_is_asked_for(code: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_is_compiled_later_is_what_was_asked_for() -> None:

@@ -167,3 +167,12 @@ def test_the_rehearsal_of_the_same_question_is_kept(tmp_path: Path, monkeypatch:
     assert tried(job, ELSEWHERE, replace(PLAIN, per_device_batch=4), start=False) is None
     assert tried(job, replace(ELSEWHERE, gpus=(replace(CARD, sms=40),)), PLAIN, start=False) is None
     assert tried(replace(job, raw={"optim": "sgd"}), ELSEWHERE, PLAIN, start=False) is None
+
+
+@pytest.mark.parametrize(
+    ("hardware", "may_compile", "eager"), [(ELSEWHERE, False, True), (ELSEWHERE, True, False), (HERE, False, False)], ids=str
+)
+def test_only_a_rehearsal_that_compiles_nothing_goes_without_the_compiler(hardware: Hardware, may_compile: bool, eager: bool) -> None:
+    tryout = Tryout(lambda text: None, asked=True, may_compile=may_compile)
+    tryout.prepare(JOB, hardware)
+    assert [one.options["eager"] for one in FakePrepared.started] == [eager]

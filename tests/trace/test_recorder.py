@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from hfopt.compat.torch_patches import dispatch_rules_known
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, StepSettings, Workload
+from hfopt.trace.fake_tensors import FastFake
 from hfopt.trace.tracer import _explained
 
 Make = Callable[..., Workload]
@@ -123,3 +127,38 @@ def test_what_trl_itself_refuses_is_no_fault_of_the_trace() -> None:
         exec(code)
     words = str(_explained(raised.value, SimpleNamespace(last_operation=None, module="")))  # type: ignore[arg-type]
     assert words == "TRL's own trainer refuses this config: Unknown loss type: kto_pair"
+
+
+def test_a_quickly_made_fake_tensor_is_what_its_constructor_makes() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    run = FastFake(mode)
+    with mode:
+        weight = torch.empty(4, 6)
+        slow = torch.empty(6, 4)
+    view = run(torch.ops.aten.t.default, (weight,), {})
+    unsafe = run(torch.ops.aten._unsafe_view.default, (weight, [2, 12]), {})
+    for _ in range(2):  # computed, then remembered
+        fresh = run(torch.ops.aten.add.Tensor, (slow, slow), {})
+        for made in (view, unsafe, fresh):
+            assert type(made) is FakeTensor and made.device.type == "cpu" and vars(made) == vars(slow)
+            assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(slow)
+    assert view.shape == (6, 4) and view.stride() == (1, 6) and unsafe.shape == (2, 12)
+    assert view.untyped_storage()._cdata == unsafe.untyped_storage()._cdata == weight.untyped_storage()._cdata
+    assert not mode.in_kernel_invocation
+
+
+def test_a_rule_for_an_operation_is_looked_up_once_and_found() -> None:
+    registry = importlib.import_module("torch._library.simple_registry")
+    find, asked = registry.find_torch_dispatch_rule, []
+
+    def counted(operation: object, kind: type) -> object:
+        asked.append(operation)
+        return find(operation, kind)
+
+    registry.find_torch_dispatch_rule = counted
+    try:
+        with dispatch_rules_known():
+            answers = [registry.find_torch_dispatch_rule(torch.ops.aten.add.Tensor, FakeTensor) for _ in range(3)]
+        assert registry.find_torch_dispatch_rule is counted and len(asked) == 1 and answers == [None] * 3
+    finally:
+        registry.find_torch_dispatch_rule = find
