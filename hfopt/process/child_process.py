@@ -5,10 +5,12 @@ The command is started by a guard (child_guard.py) that ends it at the time limi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,15 +140,26 @@ class Ended:
     wall_s: float
 
 
+def _where_numbers_count() -> str:
+    """A word for the namespace that process numbers of this process are of: its machine since it was started, and its container."""
+    words = [socket.gethostname()]
+    with suppress(OSError):
+        words.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        words.append(str(Path("/proc/self/ns/pid").readlink()))
+    return hashlib.sha256("".join(words).encode()).hexdigest()[:8]
+
+
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A temporary folder for one child; gone afterwards. Those of owners that were killed before their guard was up are swept."""
-    for old in Path(tempfile.gettempdir()).glob("hfopt-*-*"):
+    """A temporary folder for one child; gone afterwards. Those of owners that were killed before their guard was up are swept: owners of
+    this machine and container only, for several may share a temporary folder, and a process number means nothing in another."""
+    here = _where_numbers_count()
+    for old in Path(tempfile.gettempdir()).glob(f"hfopt-*-{here}-*"):
         owner = old.name.split("-")[1]
         if owner.isdigit() and not child_guard.is_alive(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     with _orderly_end():
-        folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"hfopt-{os.getpid()}-{here}-"))
         try:
             yield folder
         finally:

@@ -29,12 +29,22 @@ SHAPES = {
     "dpo": ("preferences.py", {"model_name_or_path": "llama", "train_file": "preferences.json", "bf16": False, "method": "dpo"}),
     "embedder": ("embedder.py", {}),
 }
-NEUTRAL = {"causal", "stream", "summarizer", "image", "sft", "dpo"}  # the accumulation may be traded; the others' gradients would change
+SHAPES |= {
+    method: ("preferences.py", {"model_name_or_path": "llama", "train_file": "preferences.json", "bf16": False, "method": method})
+    for method in ("reward", "kto", "cpo", "orpo")
+}
+TASKS = ("ner", "qa", "swag", "ctc", "audio", "speech", "segmentation", "detection", "mae", "mim", "clip", "plain")
+SHAPES |= {task: ("many_tasks.py", {}) for task in TASKS}
+NEUTRAL = {"causal", "stream", "summarizer", "image", "sft", "dpo", "qa", "mae", "mim", "plain", "reward"}
+"""The accumulation may be traded; the others' gradients would change."""
 
 
 def command_line(shape: str, tiny: Path, output: Path, **more: Any) -> list[str]:
     script, own = SHAPES[shape]
     settings = {**COMMON, **own, **more}
+    if script == "many_tasks.py":
+        settings["output_dir"] = output
+        return [script, shape, *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
     if shape in ("image", "embedder"):
         positional = (
             [str(output), str(tiny / "vit")] if shape == "image" else [str(output), str(tiny / "encoder"), str(tiny / "pairs.json")]

@@ -172,11 +172,15 @@ def test_marks_are_exact() -> None:
 def test_a_folder_whose_owner_was_killed_is_swept(own_tempdir: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-S", "-c", ""])
     dead.wait()
-    (own_tempdir / f"hfopt-{dead.pid}-left").mkdir()
-    (own_tempdir / f"hfopt-{os.getppid()}-alive").mkdir()
+    here = child_process._where_numbers_count()
+    (own_tempdir / f"hfopt-{dead.pid}-{here}-left").mkdir()
+    kept = {f"hfopt-{os.getppid()}-{here}-alive", f"hfopt-{dead.pid}-01234567-on_another_machine"}
+    for name in kept:
+        (own_tempdir / name).mkdir()
     with child_process.scratch_folder() as folder:
-        assert sorted(path.name for path in own_tempdir.iterdir()) == sorted([folder.name, f"hfopt-{os.getppid()}-alive"])
-    (own_tempdir / f"hfopt-{os.getppid()}-alive").rmdir()
+        assert {path.name for path in own_tempdir.iterdir()} == {folder.name, *kept}
+    for name in kept:
+        (own_tempdir / name).rmdir()
 
 
 def _guarded(folder: Path, mark: str, *command: str, limit_s: float = 60.0) -> subprocess.Popen[bytes]:
