@@ -21,7 +21,7 @@ from hfopt.errors import ConfigError, HfoptError, LogError
 from hfopt.monitor import history, run_text, screen
 from hfopt.monitor.log import RunLog
 from hfopt.planner.plan_diff import read_lock
-from hfopt.redact import json_words, printable
+from hfopt.redact import json_words, printable, said
 
 runner, app = CliRunner(), application([])
 EVIL = "m\x1b]0;title\x07\x1b[2J\x9b31m[/bold][red]<script>alert(1)</script>\u202e\r"
@@ -106,6 +106,58 @@ def test_a_config_does_not_steer_the_terminal(command: list[str], tmp_path: Path
     done = runner.invoke(app, [*command, str(config)])
     said = done.output if done.exception is None or isinstance(done.exception, SystemExit) else _shown(done.exception)
     assert said and STEERS.search(said) is None
+
+
+NAME = EVIL.replace("/", "") + " $(touch pwned)';&"
+TOKEN = "hf_" + "Zq7" * 11
+COMMANDS = (
+    "estimate A --gpu t4",
+    "estimate A --gpu t4 --json",
+    "estimate MODEL",
+    "plan A --gpu t4 --no-dry-run -o OUT",
+    "plan B --gpu t4 --no-dry-run -o OUT --json -",
+    "plan A --gpu t4 --no-dry-run -o OUT --lock LOCK",
+    "plan B --gpu t4 --no-dry-run -o OUT --lock LOCK",
+    "compare A --gpus t4,l4",
+    "compare A --gpus t4,l4 --json",
+    "diff A B --gpus t4",
+    "diff A B --gpus t4 --json",
+    "explain LOG",
+    "explain LOG --json",
+    "explain LOG --config A",
+    "gpus NAME",
+    "schema NAME",
+    "watch MODEL",
+    "report MODEL",
+    "run NAME",
+    "rehearse --gpu t4 -- NAME",
+)
+
+
+@pytest.mark.slow
+def test_no_command_is_steered_by_names_or_says_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the model, the dataset, the output folder and a key are hostile, and so is a log; the token stands in four places."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    places = {"NAME": NAME, "OUT": str(tmp_path / "out.yaml"), "LOCK": str(tmp_path / "lock.json"), "LOG": str(tmp_path / "log.txt")}
+    model = tmp_path / NAME
+    model.mkdir()
+    tiny = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+    (model / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"], **tiny}))
+    words = {"model_name_or_path": str(model), "dataset_name": NAME, "output_dir": f"out-{NAME}", "run_name": f"run {TOKEN}"}
+    for name, batch in (("A", 2), ("B", 4)):
+        config = {**words, "hub_token": TOKEN, "max_seq_length": 64, "per_device_train_batch_size": batch, NAME: NAME}
+        places[name] = str(tmp_path / f"{name} $(x).yaml")
+        Path(places[name]).write_text(json.dumps(config))
+    where = f'Traceback (most recent call last):\n  File "{NAME}", line 3, in f\n    {NAME} {TOKEN}\n'
+    oom = f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free. Process {NAME} {TOKEN}\n"
+    Path(places["LOG"]).write_text(NAME + where + oom)
+    for command in COMMANDS:
+        done = runner.invoke(app, [{**places, "MODEL": str(model)}.get(word, word) for word in command.split()])
+        assert done.exception is None or isinstance(done.exception, (SystemExit, HfoptError)), (command, done.exception)
+        shown = done.output + (said(str(done.exception)) if isinstance(done.exception, HfoptError) else "")
+        assert shown and STEERS.search(shown) is None and TOKEN not in shown, command
+    locked = Path(places["LOCK"]).read_text()
+    assert STEERS.search(locked) is None and TOKEN not in locked
 
 
 def test_json_says_what_steers_by_its_number() -> None:
