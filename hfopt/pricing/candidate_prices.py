@@ -77,10 +77,10 @@ class Pricing:
     def bound_s(self, candidate: Candidate) -> float:
         if self._traced(candidate):
             return self.time(candidate).step_s
-        if self._compiles(candidate):
-            eager = replace(candidate, torch_compile=False)
-            return self._timer(eager).uncompiled_s(candidate.per_device_batch, candidate.accumulation) if self._traced(eager) else 0.0
         plain = replace(candidate, checkpointing=Checkpointing())
+        if self._compiles(candidate) and (plain == candidate or not self._traced(plain)):  # a compile takes minutes: asked where it can win
+            eager = [one for one in (replace(known, torch_compile=False) for known in (candidate, plain)) if self._traced(one)]
+            return max((self._timer(one).uncompiled_s(one.per_device_batch, one.accumulation) for one in eager), default=0.0)
         if not candidate.checkpointing.on or not self._traced(plain):
             return 0.0
         timer = self._timer(plain)

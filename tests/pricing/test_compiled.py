@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 from hfopt.errors import DryRunError
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject, from_file
+from hfopt.planner import plan
 from hfopt.planner.choices import compile_choices
 from hfopt.pricing import compiled
 from hfopt.pricing.candidate_prices import Pricing
@@ -126,3 +128,23 @@ def test_a_candidate_is_compiled_only_where_something_can_compile_it(tmp_path: P
     assert able.settings(asked).torch_compile and able.settings(asked).compile_mode == "reduce-overhead"
     assert not able.settings(plain).torch_compile and able.settings(plain).compile_mode == "default"
     assert able.bound_s(asked) == 0.0, "nothing is known before its eager step is traced"
+
+
+@pytest.mark.slow
+def test_a_plan_compiles_what_can_win_and_not_what_only_takes_longer(tmp_path: Path, tools: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each compile takes a minute or more; checkpointed and float32 steps were compiled too, and before the one that won."""
+    made = []
+
+    def compiles(job: object, card: object, workload: object, settings: StepSettings, eager: Any) -> Any:
+        made.append((settings.precision, settings.checkpointing.on))
+        fewer = tuple(op for op in eager.ops if op.kind in ("matmul", "attention") or op.phase == "optimizer")
+        return replace(eager, ops=fewer, compiled=replace(STEP, compile_s=1.0))
+
+    monkeypatch.setattr(compiled, "compiled_step", compiles)
+    subject(tmp_path, "bf16: true\nmax_steps: 100000\nmax_seq_length: 256\n")
+    wide = {"hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096}  # bound by its products, not by launches
+    facts = tmp_path / "model" / "config.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | wide))
+    found = plan(tmp_path / "train.yaml", Request(gpu="rtx 3090", allow=ALLOWED, dry_run=False))
+    assert found.candidate.torch_compile
+    assert set(made) == {("bf16", False)}
