@@ -135,7 +135,8 @@ def test_what_a_script_leaves_running_goes_on_after_its_good_end(tmp_path: Path,
 
 
 def test_a_hard_exit_with_threads_keeps_its_code(tmp_path: Path, env: dict[str, str]) -> None:
-    ended(env, script(tmp_path, "import threading; threading.Thread(target=time.sleep, args=(600,)).start(); os._exit(7)"), code=7)
+    done = ended(env, script(tmp_path, "import threading; threading.Thread(target=time.sleep, args=(600,)).start(); os._exit(7)"), code=7)
+    assert done.returncode == 7
 
 
 WORKERS = """

@@ -180,7 +180,7 @@ def test_what_no_name_on_the_hub_can_be_is_not_asked_for(name: str, monkeypatch:
     [
         ("/mnt/disk/models/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
         ("../weights/Llama-3.1-8B-Instruct/", "meta-llama/Llama-3.1-8B-Instruct"),
-        ("/root/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", "Qwen/Qwen2.5-0.5B"),
+        ("/scratch/cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/0123abc", "Qwen/Qwen2.5-0.5B"),
     ],
 )
 def test_a_folder_on_another_machine_is_known_by_its_name(name: str, taken_for: str) -> None:
