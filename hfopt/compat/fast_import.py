@@ -50,14 +50,21 @@ def spare_dynamo(*, one_device: bool = False) -> None:
     """
     import_module("torch")
     for name, answers in (*_EAGER.items(), *(_UNSHARDED.items() if one_device else ())):
-        spec = None if name in sys.modules else find_spec(name)
-        if spec is not None:
-            sys.modules[name] = module = module_from_spec(spec)
-            module.__class__ = _Later
-            module.__dict__[_ANSWERS] = answers
-            parent, _, own = name.rpartition(".")
-            setattr(sys.modules[parent], own, module)
+        stand_in(name, answers)
     import_module(f"{_DYNAMO}.config")  # plain values, which checkpoints and fake tensors read
+
+
+def stand_in(name: str, answers: Mapping[str, Any]) -> None:
+    """Puts a module in place of one that is installed and not imported yet."""
+    spec = None if name in sys.modules else find_spec(name)
+    if spec is None:
+        return
+    sys.modules[name] = module = module_from_spec(spec)
+    module.__class__ = _Later
+    module.__dict__[_ANSWERS] = answers
+    parent, _, own = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], own, module)
 
 
 class _Later(ModuleType):
@@ -69,9 +76,15 @@ class _Later(ModuleType):
             return answers[name]
         if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        self.__spec__.loader.exec_module(self)
+        for module in (sys.modules.get(self.__name__.rpartition(".")[0]), self):  # a package imports its modules in its own order
+            _execute(module)
         return getattr(self, name)
+
+
+def _execute(module: ModuleType | None) -> None:
+    if isinstance(module, _Later) and module.__spec__ is not None and module.__spec__.loader is not None:
+        module.__class__ = ModuleType  # type: ignore[assignment]
+        module.__spec__.loader.exec_module(module)
 
 
 def _itself(function: Any = None, recursive: bool = True, **_: Any) -> Any:
@@ -91,7 +104,10 @@ _EAGER: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _itself),
         "graph_break": lambda *_, **__: None,
     },
-    f"{_DYNAMO}.source": {"ConstantSource": _Source, "RandomValueSource": type("RandomValueSource", (_Source,), {})},
+    f"{_DYNAMO}.source": {
+        "ConstantSource": _Source,
+        **{name: type(name, (_Source,), {}) for name in ("RandomValueSource", "CallMethodItemSource", "FloatTensorSource")},
+    },
 }
 _UNSHARDED: Mapping[str, Mapping[str, Any]] = {"torch.distributed.tensor": {"DTensor": type("DTensor", (), {})}}
 """What names of torch's compiler come to where nothing is compiled (torch/_dynamo/decorators.py)."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from hfopt.compat.fast_import import _compiled_later
+from hfopt.compat.fast_import import _compiled_later, stand_in
 
 CODE = """
 import sys
@@ -68,6 +70,8 @@ model = BertForSequenceClassification(BertConfig(hidden_size=8, num_hidden_layer
 model.gradient_checkpointing_enable()
 model.train()(torch.ones(2, 4, dtype=torch.long), labels=torch.ones(2, dtype=torch.long)).loss.backward()
 assert torch._dynamo.disable(recursive=False)(len) is len
+from torch._subclasses import FakeTensorMode
+assert FakeTensorMode().from_tensor(torch.nn.BatchNorm1d(1).num_batches_tracked).ndim == 0
 assert "torch._dynamo.convert_frame" not in sys.modules, "a step in eager mode took the compiler in"
 assert torch._dynamo.list_backends() and "torch._dynamo.convert_frame" in sys.modules
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
@@ -93,6 +97,24 @@ look.cache_clear(), import_utils.define_import_structure.cache_clear()
 assert first == import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
 from transformers.models.bert import BertConfig
 """
+
+
+def test_a_package_is_executed_before_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other way round its own imports meet a module that is half there."""
+    folder = tmp_path / "hfopt_stood_in"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("from hfopt_stood_in.sources import Local\n")
+    (folder / "sources.py").write_text("from . import helpers\nclass Local: pass\n")
+    (folder / "helpers.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    stood_in = ("hfopt_stood_in", "hfopt_stood_in.sources")
+    for name in (*stood_in, "hfopt_stood_in.helpers"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        del sys.modules[name]  # what is imported below goes again
+    stand_in("hfopt_stood_in", {"answer": 1})
+    stand_in("hfopt_stood_in.sources", {})
+    assert sys.modules["hfopt_stood_in"].answer == 1 and "hfopt_stood_in.helpers" not in sys.modules
+    assert sys.modules["hfopt_stood_in.sources"].Local is sys.modules["hfopt_stood_in"].Local
 
 
 @pytest.mark.slow
