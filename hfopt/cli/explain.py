@@ -118,7 +118,11 @@ def _tell_none(log: str, lines: tuple[LogLine, ...], *, as_json: bool) -> None:
         answer_json("explain", nothing)
         return
     beside = "" if other is None else f"; what it shows is another fault: {other}"
-    remark(f"{'standard input' if log == '-' else log}: no out-of-memory error in {len(lines)} lines{beside}\n")
+    name = "standard input" if log == "-" else log
+    if not any(line.text for line in lines):
+        remark(f"{name}: is empty\n")
+        return
+    remark(f"{name}: no out-of-memory error in {len(lines)} line{'s' * (len(lines) != 1)}{beside}\n")
 
 
 def _as_data(made: Explanation) -> OomExplained:
@@ -138,6 +142,7 @@ def _as_data(made: Explanation) -> OomExplained:
         "batch": report.batch,
         "accumulation": report.accumulation,
         "step": report.step,
+        "went_on": report.went_on,
         "figures": {
             "requested_bytes": figures.requested_bytes,
             "total_bytes": figures.total_bytes,

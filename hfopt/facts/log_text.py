@@ -1,13 +1,14 @@
 """A training log as text that can be searched: escapes, control characters and launchers' prefixes removed, bounded, one stream per rank.
 
 Logs come from terminals, notebooks, schedulers and issue threads: colours, progress bars drawn over each other, timestamps, `[rank3]:`,
-`(EngineCore pid=1)`, `vllm-1  |`, boxes of rich, `&gt;` of a web page. What remains is what the program said, in its order. The text is
-somebody else's: it is never obeyed, and what is repeated of it goes through `redact`.
+`(EngineCore pid=1)`, `vllm-1  |`, boxes of rich, `&gt;` of a web page, JSON objects. What remains is what the program said, in its order.
+The text is somebody else's: it is never obeyed, and what is repeated of it goes through `redact`.
 """
 
 from __future__ import annotations
 
 import html
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -43,6 +44,21 @@ _PREFIXES = re.compile(
     r")"
 )
 _BOX_END = re.compile(r"\s*[│┃║]\s*$")
+_RECORDS = ("jsonPayload", "record", "fields")  # where some loggers put it all
+_MESSAGES = (
+    "message",
+    "msg",
+    "log",
+    "text",
+    "textPayload",
+    "event",
+    "line",
+    "exc_info",
+    "exc_text",
+    "exception",
+    "stack_trace",
+    "traceback",
+)
 _SECRET_PAIRS = re.compile(r"(?i)\b((?:[\w-]*(?:token|secret|password|passwd|api_?key|access_key|authorization)[\w-]*)\s*[=:]\s*)(\S+)")
 
 
@@ -59,10 +75,10 @@ class LogLine:
 
 def is_text(raw: bytes) -> bool:
     """Not a checkpoint or an archive: by the control characters at its end."""
-    end = raw[-_SAMPLE:]
+    end = raw[-_SAMPLE:].replace(b"\0", b"")  # a log that was cut while it was written has a hole
     if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
         return True
-    return len(end) - len(end.translate(None, _TEXTLESS)) <= _MOST_CONTROLS * max(len(end), 1000)
+    return (not raw or bool(end)) and len(end) - len(end.translate(None, _TEXTLESS)) <= _MOST_CONTROLS * max(len(end), 1000)
 
 
 def read_lines(raw: bytes) -> tuple[LogLine, ...]:
@@ -76,9 +92,23 @@ def _lines(text: str) -> Iterator[LogLine]:
     pieces = _LINES.split(text)
     start = max(0, len(pieces) - _MOST_LINES)
     for number, piece in enumerate(pieces[start:], start=start + 1):
-        line = plain(piece[:_LONGEST_LINE])
-        rank = _rank(line)
-        yield LogLine(number=number, text=_without_prefixes(line), rank=rank)
+        said, told = _unwrapped(piece) if piece.startswith('{"') else ((piece,), None)
+        for one in said:
+            line = plain(one[:_LONGEST_LINE])
+            rank = _rank(line)
+            yield LogLine(number=number, text=_without_prefixes(line), rank=told if rank is None else rank)
+
+
+def _unwrapped(piece: str) -> tuple[tuple[str, ...], int | None]:
+    """What a logger that writes JSON was told: the lines of its message and of its exception, and the rank."""
+    try:
+        found = json.loads(piece)
+    except (ValueError, RecursionError):
+        return (piece,), None
+    inner = next((found[name] for name in _RECORDS if isinstance(found.get(name), dict)), found)
+    said = [inner[name] for name in _MESSAGES if isinstance(inner.get(name), str)]
+    rank = next((value for name in ("rank", "local_rank") if type(value := inner.get(name)) is int), None)
+    return (tuple(line for text in said for line in _LINES.split(text.rstrip())) or (piece,)), rank
 
 
 def plain(text: str) -> str:

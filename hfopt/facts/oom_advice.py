@@ -91,6 +91,8 @@ def _phase(report: OomReport) -> str:
 
 
 def _more(report: OomReport) -> Iterator[str]:
+    if report.went_on:
+        yield "the run went on after it: the log shows training behind the error"
     if len(report.ranks) > 1:
         yield f"ranks {', '.join(map(str, report.ranks))} ran out alike"
     elif report.ranks:

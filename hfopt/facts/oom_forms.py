@@ -151,7 +151,7 @@ FORMS: tuple[Form, ...] = (
     _form(
         "the shell",
         6,
-        r"(?:^\s*[`*]{0,3}(?:\S+: line \d+:\s*)?(?:\[\d+\]\s*[+-]?\s*)?\d*\s*(?:zsh: )?|(?:it/s|s/it)[^\]]{0,80}\]\s*)"
+        r"(?:^\s*[`*]{0,3}(?:\S+: line \d+:\s*)?(?:\[\d+\]\s*[+-]?\s*)?\d*\s*(?:zsh: )?|(?:\w/s|s/\w+)[^\]]{0,80}\]\s*)"
         r"(?:killed\b(?!\s*(?:by|subprocess|process|worker))|已杀死|Getötet|強制終了)",
         "host_killed",
         certain=False,
@@ -169,6 +169,7 @@ _ANY = (  # one of these words is in every line of a form: a substring costs a h
 _WORDS = tuple(words.replace("|", " ") for words in _ANY.split())
 _NOT_MEMORY = re.compile(
     r"out of resource: |OutOfResources|LaunchOutOfResources|CUDA out of memory errors? (?:may|can|might)|to avoid (?:CUDA )?out of memory"
+    r"|(?:unable to shut ?down|forc(?:e|ibl|eful)\w*|sen[dt]\w*|escalat\w*)\b.{0,80}SIGKILL"  # a launcher that ends its own processes
     r"|\b(?:if|avoid|prevent|may|might|could|can|reduce|without|risk)\W+(?:\w+\W+){0,5}out.of.memory",
     re.IGNORECASE,
 )

@@ -22,8 +22,9 @@ _AFTER_MESSAGE = 8  # lines a message may be broken into
 _AROUND = 300  # lines in which vLLM states its figures
 _BATCH = re.compile(r"(?:Instantaneous batch size per device|per_device_train_batch_size|micro_batch_size)\W{1,4}(\d+)")
 _ACCUMULATION = re.compile(r"(?:Gradient Accumulation steps|gradient_accumulation_steps)\W{1,4}(\d+)")
-_ENDS_MESSAGE = re.compile(r'^\s*$|Traceback \(most|^\s*File "|^\s*(?:srun|wandb|ERROR:|WARNING:|E\d{4})')
+_ENDS_MESSAGE = re.compile(r'^\s*$|Traceback \(most|^\s*File "|^\s*\{.?loss|^\s*(?:srun|wandb|ERROR:|WARNING:|E\d{4})')
 _PINNED, _PINNING = re.compile(r"\.pin_memory\(|cudaHostAlloc|cudaHostRegister"), 4  # in the frame right above a message
+_TRAINED, _LOSS, _LOSSES = re.compile(r"train_runtime"), re.compile(r"\bloss['\"]?\s*[:=]\s*\d", re.IGNORECASE), 3  # behind a message
 _VLLM_PHASES: frozenset[str] = frozenset({"kv_cache", "vllm_share"})
 
 
@@ -57,6 +58,7 @@ def read_oom(lines: Sequence[LogLine]) -> OomReport | None:
         batch=_stated(before, _BATCH),
         accumulation=_stated(before, _ACCUMULATION),
         step=_last_step(before),
+        went_on=_went_on(lines[hits[-1][0] + 1 :], lines[index].rank),
         processes=processes_of(message),
         vllm=vllm_of("\n".join(line.text for line in lines[max(0, index - _AROUND) : index + _AFTER_MESSAGE]))
         if form.source == "vLLM"
@@ -121,6 +123,12 @@ def _stated(lines: Sequence[LogLine], pattern: re.Pattern[str]) -> int | None:
         if match is not None:
             return int(match[1]) if 0 < int(match[1]) < 1 << 20 else None
     return None
+
+
+def _went_on(after: Sequence[LogLine], rank: int | None) -> bool:
+    """The run trained on behind its last message: losses of the rank that ran out, or the end of a training."""
+    own = [line.text for line in after if line.rank in (rank, None)]
+    return any(map(_TRAINED.search, own)) or sum(_LOSS.search(text) is not None for text in own) >= _LOSSES
 
 
 def _last_step(lines: Sequence[LogLine]) -> int | None:

@@ -6,7 +6,7 @@ Frames are read in all forms that Python, IPython, pytest and rich print; `oom_s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile, zip_longest
 
 from hfopt.facts.log_text import LogLine
@@ -35,7 +35,7 @@ _CALL = re.compile(r"[\w\])]\(|\) ?[@*+] ?\w")
 _ASSIGNS = re.compile(r"(?:^|: )\s*[\w.,\[\]]+ = [\w.\[\]]+(?:\(| [-+*/@%])")
 _BROKEN_PATH = re.compile(r"^\s*(?:/|[A-Z]:\\)\S*\.py(?::\d*)?\s*$")  # rich breaks a long path anywhere
 _NOTHING = LogLine(number=0, text="")
-_CARETS = frozenset("^~ ")
+_CARETS = frozenset("^~ ─╭╮╰╯│")
 _ENTRY = re.compile(r"\.(?:train|fit)\(")  # what called the training says nothing of the phase
 _START = re.compile(r"Traceback \(most recent call last\)|^-{20,}$")
 _CONTEXT = re.compile(r"^\s*[│|]?\s*\d+(?:\s|$)")  # a numbered line that IPython or rich prints around the one that ran
@@ -48,6 +48,13 @@ _AFTER = 80  # lines behind an error, in which the traceback of another process 
 _IN_FORWARD = re.compile(
     r"\|\w*forward\w*|_call_impl|attention|nn/(?:modules|functional)|/modeling_|training_step|compute_loss", re.IGNORECASE
 )
+_LAYERS = re.compile(r"(?:modeling_\w+|attention|transformer|mlp)\w*\.py\||(?:self_attn|attention|decoder_layer|layers?)\(", re.IGNORECASE)
+_MODULE = re.compile(r"\|_(?:wrapped_)?call_impl\b")
+_CALLED = re.compile(r"\.(\w+)\(")
+_DEEPER: Mapping[OomPhase, re.Pattern[str]] = {  # what counts where it stands below a sign of that phase
+    "backward": dict(KNOWN)["optimizer"],  # optimizers that step while gradients come
+    "saving": re.compile(r"[|.]from_pretrained\b"),  # a script that merges loads first
+}
 _IN_STEP: frozenset[OomPhase] = frozenset({"loading", "setup"})  # overruled where the Trainer is already in a step
 _CLOSURE = re.compile(r"\|(?:\w*closure\w*|training_step)\b")  # Lightning calls the step from inside the optimizer
 _STARTS_ENGINE = re.compile(r"Engine core initialization failed|EngineCore failed to start|engine process failed to start", re.IGNORECASE)
@@ -144,7 +151,9 @@ def _frame(text: str, following: str = "") -> str | None:
             return f"{match['file'][-_LONGEST:]}|{(match['function'] or '').rsplit('.', 1)[-1][:_LONGEST]}".replace("\\\\", "/").replace(
                 "\\", "/"
             )
-    return _frame(text.strip() + following.strip()) if following and _BROKEN_PATH.search(text) else None
+    if not following or not _BROKEN_PATH.search(text):
+        return None
+    return _frame(text.strip() + following.strip()) or _frame(f"{text.strip()} {following.strip()}")
 
 
 def _signs(lines: Sequence[LogLine]) -> list[str]:
@@ -173,16 +182,29 @@ def _by_frames(signs: list[str]) -> tuple[OomPhase, str | None] | None:
         return None
     signs = signs[next((at for at, sign in enumerate(signs) if _ENTRY.search(sign)), 0) :]
     text = "\n".join(signs)
+    called = () if "|" in signs[-1] else _CALLED.findall(signs[-1])  # the innermost line calls the frame that would follow
+    known = _known(text) or (_known("\n".join((text, *(f"|{name}" for name in called)))) if called else None)
+    return None if known is None else (known[0], _evidence(signs, known[1]))
+
+
+def _known(text: str) -> tuple[OomPhase, re.Pattern[str]] | None:
+    """The first row of signs that counts in these frames."""
     in_step = re.search(r"\|(?:training_step|compute_loss|_inner_training_loop|inner_training_loop)\b", text) is not None
     closure = max((match.end() for match in _CLOSURE.finditer(text)), default=0)
     for phase, known in KNOWN:
         match = known.search(text, closure if phase == "optimizer" else 0)
         if match is None or (phase in _IN_STEP and in_step and not _late_loading(text)):
             continue
-        if phase == "loss" and _goes_deeper(text, max(found.end() for found in known.finditer(text))):
+        if phase == "loss" and _goes_deeper(text, list(known.finditer(text))[-1]):
             continue
-        return phase, _evidence(signs, known)
+        if phase in _DEEPER and _last(_DEEPER[phase], text) > _last(known, text):
+            continue
+        return phase, known
     return None
+
+
+def _last(known: re.Pattern[str], text: str) -> int:
+    return max((match.end() for match in known.finditer(text)), default=-1)
 
 
 def _late_loading(text: str) -> bool:
@@ -192,16 +214,10 @@ def _late_loading(text: str) -> bool:
     ) is not None and not re.search(r"\|(?:training_step|compute_loss)\b", text)
 
 
-def _goes_deeper(text: str, end: int) -> bool:
-    """Frames of a model's own layers after the last that names the loss: the forward of a model inside a loss function."""
-    return (
-        re.search(
-            r"(?:modeling_\w+|attention|transformer|mlp)\w*\.py\||(?:self_attn|attention|decoder_layer|layers?)\(",
-            text[end:],
-            re.IGNORECASE,
-        )
-        is not None
-    )
+def _goes_deeper(text: str, last: re.Match[str]) -> bool:
+    """Frames of a model's own layers after the last that names the loss, or a module that a loss function calls: a forward."""
+    after = text[last.end() :]
+    return _LAYERS.search(after) is not None or ("|" in last[0] and _MODULE.search(after) is not None)
 
 
 def _evidence(signs: list[str], known: re.Pattern[str]) -> str:

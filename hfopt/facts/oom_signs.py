@@ -34,7 +34,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     ),
     (
         "evaluation",
-        r"\|(?!_maybe_log_save_evaluate|\w*train)\w*evaluat\w*|\|(?!\w*train)(?:\w*_)?eval(?:_\w+)?\b|\|(?:\w*_)?validation(?:_\w+)?\b"
+        r"\|(?!_maybe_log_save_evaluate|evaluate_actions|\w*train)\w*evaluat\w*|\|(?!\w*train)(?:\w*_)?eval(?:_\w+)?\b|\|(?:\w*_)?validation(?:_\w+)?\b"
         r"|\|(?:\w*_)?(?:val|valid|validate|test|prediction)(?:_(?:step|loop|epoch|one_epoch|fn))?\b|\|(?!predict_noise)_?predict\w*|\|\w+_predictions?\b"
         r"|\|(?:nested_concat|nested_gather|pad_across_processes|gather_for_metrics|torch_pad_and_concatenate|compute_metrics|inference_on_dataset|\w*sanity_check"
         r"|\w*(?:compute|calc\w*)_\w*(?:metric|fid|score|accuracy|auc)\w*)\b"
@@ -46,6 +46,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
         r"|\|(?:sample|_sample|_?prefill|setup_caches?|wake_up|_move_model_to_vllm|sync_weights|update_weights|transcribe|chat|(?:run_|do_|_)?infer(?:ence)?|inference_\w+|log_images?|\w+2img|process_images\w*)\b|text_generation_server/|\.generate\(|\.chat\(|\bpipe(?:line)?\("
         r"|unwrap_model_for_generation\(|(?:diffusers|transformers)/pipelines/\S*\||pipeline_\w+\.py\|__call__|(?:diffusion|comfy)\S*\|(?:sample\w*|predict_noise)\b|(?:vllm|sglang)\w*/\S*\|(?:execute_model|step|run_busy_loop|event_loop\w*)\b",
     ),
+    ("optimizer", r"\|_take_model_step\b|engine\.step\("),  # DeepSpeed's, which accelerate calls in its backward
     (
         "backward",
         r"\|(?!\w*forward_backward)\w*(?:backward|bwd)\w*|\|(?:unpack_hook|recompute_fn|_checkpoint_without_reentrant_generator)\b"
@@ -109,7 +110,7 @@ LINES: tuple[tuple[OomPhase, re.Pattern[str]], ...] = (
     (
         "data",
         re.compile(
-            r"^(?:Map|Filter|Tokenizing|Running tokenizer|Generating \w+ split|Packing|Applying chat template|Converting)\b.*\d+%"
+            r"\d+%.*\d example|^(?:Map|Filter|Tokenizing|Packing|Applying chat template|Converting)\b.*\d+%"
             r"|Running tokenizer|Preprocessing|Tokenizing|Generating train split|Grouping texts|Caching latents|Loading (?:the )?data"
             r"|(?:building|creating|reading|downloading) (?:the )?(?:train\w* |val\w* )?data",
             re.IGNORECASE,

@@ -358,6 +358,7 @@ class OomExplained(TypedDict):
     batch: int | None
     accumulation: int | None
     step: int | None
+    went_on: bool
     figures: FiguresOutput
     processes: Mapping[int, int]
     vllm: Mapping[str, float]

@@ -87,6 +87,7 @@ class OomReport:
     batch: int | None = None  # per device, where the log states it
     accumulation: int | None = None
     step: int | None = None
+    went_on: bool = False  # the log shows training behind the error: something handled it
     processes: Mapping[int, int] = field(default_factory=dict)  # other processes on the card, by id
     vllm: Mapping[str, float] = field(default_factory=dict)  # share, wanted, available and needed bytes, lengths
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.facts.log_text import MOST_BYTES, read_lines, shown
+from hfopt.facts.log_text import MOST_BYTES, is_text, read_lines, shown
 from hfopt.facts.oom_advice import general_changes, reasons_of
 from hfopt.facts.oom_log import fault_beside_memory, read_oom
 from hfopt.facts.oom_messages import size_of
@@ -126,6 +127,7 @@ def test_forms_that_schedulers_shells_and_libraries_have(text: str, cause: str, 
         "    except torch.cuda.OutOfMemoryError:\n        retry()\nloss 3.2",
         "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376.",
         "WARNING:torch.distributed.elastic.multiprocessing.api:Sending process 1167 closing signal SIGTERM",
+        "Unable to shutdown process 264 via Signals.SIGTERM, forcefully exiting via Signals.SIGKILL",
         "{'loss': 1.2, 'epoch': 0.3}\nKeyboardInterrupt",
         "",
     ],
@@ -152,8 +154,11 @@ def test_another_fault_is_named() -> None:
         BACKWARD.removeprefix("Traceback (most recent call last):\n") + CUDA,
         BACKWARD + CUDA[:120] + "\n" + CUDA[120:200] + "\n" + CUDA[200:],
         "Instantaneous batch size per device = 8\n 3%|▎         | 12/400 [00:10<05:30,  1.17it/s]\n" + BACKWARD + CUDA,
+        "".join(json.dumps({"time": "2026-01-02", "log": line + "\n"}) + "\n" for line in (BACKWARD + CUDA).split("\n")),
+        json.dumps({"severity": "ERROR", "jsonPayload": {"message": "failed", "exc_info": BACKWARD + CUDA}}),
+        "\0" * 5000 + BACKWARD + CUDA,
     ],
-    ids=["plain", "ranks", "timestamps", "colours", "ray", "quoted", "GB", "cut", "wrapped", "progress"],
+    ids=["plain", "ranks", "timestamps", "colours", "ray", "quoted", "GB", "cut", "wrapped", "progress", "docker", "JSON", "hole"],
 )
 def test_however_a_log_is_dressed_the_figures_are_the_same(dressed: str) -> None:
     report = read(dressed)
@@ -171,6 +176,32 @@ def test_what_the_run_was_doing_is_read_from_its_log() -> None:
     )
     report = read(text)
     assert (report.batch, report.accumulation, report.step) == (8, 4, 12)
+
+
+def test_a_logger_that_writes_json_tells_the_rank() -> None:
+    lines = [json.dumps({"rank": 3, "msg": line}) for line in (BACKWARD + CUDA).split("\n")]
+    assert read("\n".join(lines)).ranks == (3,)
+    assert read_oom(read_lines(b'{"loss": 2.1, "step": 5}\n{"broken": \n' + b'{"a":' * 3000)) is None
+
+
+@pytest.mark.parametrize(
+    ("after", "went_on"),
+    [
+        ("{'loss': 2.1, 'epoch': 0.1}\n" * 3, True),
+        ("{'loss': 2.1, 'epoch': 0.1}\n{'train_runtime': 9.1, 'train_loss': 2.0}\n", True),
+        ("{'loss': 2.1, 'epoch': 0.1}\nERROR: failed (exitcode: 1) local_rank: 0\n", False),
+        ("[rank7]: {'loss': 2.1}\n" * 5, False),
+    ],
+)
+def test_a_run_that_went_on_is_told_from_one_that_ended(after: str, went_on: bool) -> None:
+    report = read("".join(f"[rank0]: {line}\n" for line in (BACKWARD + CUDA).split("\n")) + after)
+    assert report.went_on is went_on and "loss" not in report.text
+    assert any("went on" in reason for reason in reasons_of(report)) is went_on
+
+
+def test_text_with_a_hole_is_text() -> None:
+    assert is_text(b"\0" * 5000 + CUDA.encode()) and not is_text(b"\0" * 5000) and not is_text(bytes(range(32)) * 50)
+    assert is_text(b"")
 
 
 def test_ranks_that_fail_together_are_told_apart() -> None:
