@@ -146,10 +146,11 @@ def spare_scipy(*, one_device: bool = False) -> None:
                 module.linear_sum_assignment = _linear_sum_assignment  # type: ignore[attr-defined]
 
 
-def spare_datasets() -> None:
-    """Imports the Trainer with datasets out of sight, for a process whose data is no `datasets.Dataset`: it only asks whether it is one."""
-    if "datasets" not in sys.modules:
-        _imported_without(("datasets",), _TRAINER)
+def spare_the_trainer(*, adapters: bool) -> None:
+    """Imports the Trainer with datasets out of sight, for a process whose data is no `datasets.Dataset`: it only asks whether it is one.
+    Without `adapters` peft is out of sight too, which would bring bitsandbytes, and that the compiler."""
+    packages = ("datasets", *(() if adapters else ("peft",)))
+    _imported_without([name for name in packages if name not in sys.modules], _TRAINER)
 
 
 def spare_inductor() -> None:

@@ -157,29 +157,6 @@ def lists_of_scalars(read: Callable[[Any], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def dispatch_rules_known() -> Iterator[None]:
-    """Which rule a library registered for an operation and a dispatch mode is asked at every operation, and once is enough in a trace."""
-    registry = sys.modules.get("torch._library.simple_registry")
-    find = getattr(registry, "find_torch_dispatch_rule", None)
-    if find is None:
-        yield
-        return
-    known: dict[tuple[int, type], tuple[Any, Any]] = {}
-
-    def found(operation: Any, kind: type) -> Any:
-        key = (id(operation), kind)  # the hash of an overload is computed in Python
-        if key not in known:
-            known[key] = find(operation, kind), operation
-        return known[key][0]
-
-    setattr(registry, "find_torch_dispatch_rule", found)  # noqa: B010 - a module's private name
-    try:
-        yield
-    finally:
-        setattr(registry, "find_torch_dispatch_rule", find)  # noqa: B010
-
-
-@contextmanager
 def unvalidated_distributions() -> Iterator[None]:
     """`torch.distributions` (time series) checks the range of parameters whose values a trace does not know."""
     import torch

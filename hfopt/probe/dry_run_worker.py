@@ -13,7 +13,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from hfopt.compat.fast_import import lean_imports, spare_datasets, spare_dynamo, spare_inductor, spare_scipy, spare_second_look
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_second_look, spare_the_trainer
 from hfopt.errors import HfoptError
 from hfopt.schema import Candidate, EvaluationPeak
 
@@ -33,12 +33,13 @@ def main(folder: Path) -> None:
             spare_dynamo(one_device=True)
         spare_second_look()
         spare_scipy(one_device=told["eager"])
-        spare_datasets()
+        adapters = told["job"].model.lora is not None
+        if adapters:
+            spare_inductor()
+        spare_the_trainer(adapters=adapters)
         from hfopt.probe import training_steps
 
         order = training_steps.Order(**told)
-        if order.job.model.lora is not None:
-            spare_inductor()
     try:
         facts = training_steps.measure(order, lambda: _told(folder), folder / "output")
     except HfoptError as error:

@@ -273,9 +273,3 @@ RULES: dict[Any, Rule] = {
     aten._scaled_dot_product_efficient_attention.default: efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
 }
-
-
-def order_on_cuda(kernels: Kernels, func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step] | None:
-    """The steps of one operation, or None: its outputs in order and nothing else."""
-    rule = RULES.get(func)
-    return None if rule is None else rule(kernels, args, kwargs, out)

@@ -39,9 +39,10 @@ class _Output:
 class _Kind:
     """What can be done with an operation, read off its schema once."""
 
-    __slots__ = ("in_place", "lists_only", "remembered", "view")
+    __slots__ = ("func", "in_place", "lists_only", "makes_random", "makes_uniform", "remembered", "shaped_by_values", "stands_for", "view")
 
     def __init__(self, func: Any) -> None:
+        self.func = func  # alive as long as its identity is a key
         schema = func._schema
         name = func._overloadpacket.__name__
         written = [argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
@@ -52,6 +53,34 @@ class _Kind:
         )
         self.view = (bool(func.is_view) or name == "_unsafe_view") and not written  # the latter shares its storage and says it does not
         self.remembered = not written and not aliases and bool(schema.returns)
+        self.shaped_by_values = func in _DYNAMIC or func in _BOOLEAN_INDEX
+        self.makes_uniform = func in _RANDOM_UNIFORM
+        self.makes_random = func in _RANDOM
+        self.stands_for = _COMPARED.get(func)  # what it answers where the numbers are not known
+
+
+_KINDS: dict[int, _Kind] = {}
+
+
+def _kind_of(func: Any) -> _Kind:
+    """By identity: the hash of an operation is computed in Python, at every look."""
+    kind = _KINDS.get(id(func))
+    if kind is None:
+        kind = _KINDS[id(func)] = _Kind(func)
+    return kind
+
+
+class Answer:
+    """What an operation on arguments of these shapes returns, and what its recorder found it to cost."""
+
+    __slots__ = ("output", "price")
+
+    def __init__(self, output: _Output | tuple[_Output | int | None, ...]) -> None:
+        self.output = output
+        self.price: Any = UNPRICED
+
+
+UNPRICED = object()
 
 
 class FastFake:
@@ -60,13 +89,12 @@ class FastFake:
     def __init__(self, fake_mode: Any) -> None:
         self._mode = fake_mode
         self._attributes = dict(vars(FakeTensor(fake_mode, _on_meta((1,), (1,), torch.float32), _CPU)))
-        self._kinds: dict[Any, _Kind] = {}
-        self._known: dict[Any, _Output | tuple[_Output | int | None, ...]] = {}
+        self._known: dict[Any, Answer] = {}
+        self.answer: Answer | None = None  # to the last operation, where it was remembered
 
     def __call__(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _Kind(func)
+        self.answer = None
+        kind = _kind_of(func)
         if kind.lists_only:
             return None
         if kind.view and len(args) and isinstance(args[0], FakeTensor) and not kwargs:
@@ -81,14 +109,16 @@ class FastFake:
             if extra is _NO_KEY:
                 return func(*args, **kwargs)
             key = (key, extra)
-        key = (func, key)
-        known = self._known.get(key)
-        if known is None:
+        key = (id(func), key)
+        answer = self._known.get(key)
+        if answer is None:
             out = func(*args, **kwargs)
             self._remember(key, kind, args, out)
             return out
+        self.answer = answer
         if kind.in_place:
             return args[0]
+        known = answer.output
         if isinstance(known, _Output):
             return self._fresh(known)
         return tuple(self._fresh(leaf) if isinstance(leaf, _Output) else leaf for leaf in known)
@@ -118,12 +148,12 @@ class FastFake:
     def _remember(self, key: Any, kind: _Kind, args: Sequence[Any], out: Any) -> None:
         if kind.in_place:
             if out is args[0]:
-                self._known[key] = ()
+                self._known[key] = Answer(())
         elif isinstance(out, FakeTensor):
             if _is_fresh(out, args):
-                self._known[key] = _output(out)
+                self._known[key] = Answer(_output(out))
         elif isinstance(out, tuple) and out and all(_is_plain(leaf) or _is_fresh(leaf, args) for leaf in out):
-            self._known[key] = tuple(leaf if _is_plain(leaf) else _output(leaf) for leaf in out)
+            self._known[key] = Answer(tuple(leaf if _is_plain(leaf) else _output(leaf) for leaf in out))
 
 
 def _on_meta(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -264,6 +294,8 @@ class Values:
 
     def known_output(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The output of an operation whose shape depends on values, when the values are known."""
+        if not _kind_of(func).shaped_by_values:
+            return None
         if func in _BOOLEAN_INDEX and _indexed_by_mask(args):
             return self._chosen_rows(func, args)
         if func in _DYNAMIC:
@@ -303,19 +335,20 @@ class Values:
             return
         if not isinstance(first, FakeTensor):
             return
-        if func in _COMPARED and args[0].is_floating_point() and twin(args[0]) is None:
+        kind = _kind_of(func)
+        if kind.stands_for is not None and args[0].is_floating_point() and twin(args[0]) is None:
             with _disable_current_modes():
-                alike = torch.tensor(_COMPARED[func]).expand(tuple(first.shape))
+                alike = torch.tensor(kind.stands_for).expand(tuple(first.shape))
                 attach(first, alike.clone() if _small(first) else alike)
             return
         if not _small(first) and not _of_one_value(args):
             return
-        if func in _RANDOM_UNIFORM:
+        if kind.makes_uniform:
             if first.numel() == 1:
                 with _disable_current_modes():
                     attach(first, torch.full(tuple(first.shape), _ALMOST_ONE, dtype=first.dtype))
             return
-        if func in _RANDOM:
+        if kind.makes_random:
             attach(first, None)
             return
         real = self._run_on_twins(func, args, kwargs, demand=False)

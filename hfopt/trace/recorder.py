@@ -26,9 +26,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.trace.cuda_allocations import CTC, ctc_output, order_on_cuda
+from hfopt.trace.cuda_allocations import CTC, RULES, ctc_output
 from hfopt.trace.events import FREED, Category, Phase, Trace, Where
-from hfopt.trace.fake_tensors import FastFake, Values
+from hfopt.trace.fake_tensors import UNPRICED, FastFake, Values
 from hfopt.trace.fused_head import Tile
 from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels, SizedTemporary
 
@@ -88,6 +88,31 @@ _INTO_ZEROS = frozenset(
     }
 )
 _HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.default)
+
+
+class _Handling:
+    """What the recorder does with an operation, looked up once."""
+
+    __slots__ = ("counts_targets", "func", "into_zeros", "may_stay_on_host", "name", "rule", "zeros")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # alive as long as its identity is a key
+        self.name = getattr(func, "_overloadpacket", func).__name__
+        self.rule = RULES.get(func)
+        self.counts_targets = func in CTC
+        self.zeros = func in _ZEROS
+        self.into_zeros = func in _INTO_ZEROS
+        self.may_stay_on_host = func in _HOST_FACTORIES
+
+
+_HANDLINGS: dict[int, _Handling] = {}
+
+
+def _handling_of(func: Any) -> _Handling:
+    found = _HANDLINGS.get(id(func))
+    if found is None:
+        found = _HANDLINGS[id(func)] = _Handling(func)
+    return found
 
 
 CostFunction = Callable[[Any, Sequence[Any], dict[str, Any], Any], Any]
@@ -244,31 +269,39 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         before, self.last_operation = self.last_operation, func
         if func is _ITEM:
             return self._values.read(args[0])
-        known = ctc_output(func, args) if func in CTC else self._values.known_output(func, args, kwargs)
+        handling, answer = _handling_of(func), None
+        known = ctc_output(func, args) if handling.counts_targets else self._values.known_output(func, args, kwargs)
         if known is not None:
             out = known
         else:
             out = self._run(func, args, kwargs)
+            answer = self._run.answer
             self._values.propagate(func, args, kwargs, out)
         if self.recording:
             if func is _ADD and self._accumulates_in_place(args):
                 self._hand_over(args[0], out)
             else:
-                if func in _INTO_ZEROS and before in _ZEROS and self._fills_its_zeros(args[0]):
+                if handling.into_zeros and before is not None and _handling_of(before).zeros and self._fills_its_zeros(args[0]):
                     self._hand_over(args[0], out)
-                self._take_outputs(func, args, kwargs, out)
+                self._take_outputs(handling, args, kwargs, out)
             if self.costing and self._cost is not None:
-                priced = self._cost(func, args, kwargs, out)
+                if answer is None:
+                    priced = self._cost(func, args, kwargs, out)
+                elif answer.price is UNPRICED:  # the same arguments cost the same
+                    priced = answer.price = self._cost(func, args, kwargs, out)
+                else:
+                    priced = answer.price
                 if priced is not None:
                     priced = priced if self.tile is None else self.tile.whole(priced, (*args, *kwargs.values(), out))
-                    self.trace.costs.append((self.phase, func._overloadpacket.__name__, priced))
+                    self.trace.costs.append((self.phase, handling.name, priced))
         return out
 
-    def _take_outputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        if func in _HOST_FACTORIES and isinstance(out, torch.Tensor) and out.dim() == 0:
+    def _take_outputs(self, handling: _Handling, args: Any, kwargs: Any, out: Any) -> None:
+        func = handling.func
+        if handling.may_stay_on_host and isinstance(out, torch.Tensor) and out.dim() == 0:
             self.leave_on_host(out)
             return
-        steps = order_on_cuda(self._kernels, func, args, kwargs, out)
+        steps = None if handling.rule is None else handling.rule(self._kernels, args, kwargs, out)
         if steps is None:
             if isinstance(out, torch.Tensor):
                 self.take(out, op=func)

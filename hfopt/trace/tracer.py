@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import CellType
 from typing import Any, cast
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hfopt.compat import let_gradients_through, package_version, quietly
-from hfopt.compat.torch_patches import dispatch_rules_known, lists_of_scalars, swaps_allowed, unvalidated_distributions
+from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalidated_distributions
 from hfopt.compat.transformers_patches import (
     assignments_by_shape,
     checkpoints_every_n_layers,
@@ -88,6 +89,7 @@ def _require_grades(every_n_layers: int) -> None:
 
 
 _EMPTY_CELL = CellType()
+_PLAIN = frozenset((bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set))  # most of what a module holds
 Script = Callable[["TraceSession"], None]
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -156,7 +158,7 @@ class Tracer:
             trace, self._values, self._kernels, self._run, cost=self._cost, in_place_use_count=self._in_place_use_count
         )
         plain = torch.jit.optimized_execution(False)  # scripted functions (DeBERTa) profile their first call: it would differ from the next
-        undisturbed = _no_garbage_collection(), quietly(), plain, dispatch_rules_known()
+        undisturbed = _no_garbage_collection(), quietly(), plain
         with contextlib.ExitStack() as around, torch.random.fork_rng(devices=[]), _read_as_in_a_run(self._values):
             for one in undisturbed:
                 around.enter_context(one)
@@ -274,7 +276,7 @@ def _forget_answers(model: Any) -> None:
     for module in model.modules():
         for cached in (
             *_answering_methods(cast(Any, type(module))),
-            *(one for value in vars(module).values() for one in _answering(value)),
+            *(one for value in vars(module).values() if type(value) not in _PLAIN for one in _answering(value)),
         ):
             cached.cache_clear()
 

@@ -30,13 +30,15 @@ assert losses.is_scipy_available()
 
 TRAINER = """
 import gc, sys
-from hfopt.compat.fast_import import lean_imports, spare_datasets
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_the_trainer
 with lean_imports():
     assert not gc.isenabled()
-    spare_datasets()
+    spare_dynamo(one_device=True)
+    spare_the_trainer(adapters=False)
     from transformers import Trainer
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
-assert "datasets" not in sys.modules, "datasets was imported with the Trainer"
+for name in ("datasets", "peft", "bitsandbytes", "torch._inductor.compile_fx"):
+    assert name not in sys.modules, f"{name} was imported with the Trainer"
 from transformers.utils import is_datasets_available
 from importlib.util import find_spec
 assert is_datasets_available() == (find_spec("datasets") is not None)
@@ -45,10 +47,11 @@ assert is_datasets_available() == (find_spec("datasets") is not None)
 
 PEFT = """
 import sys, torch
-from hfopt.compat.fast_import import spare_inductor
+from hfopt.compat.fast_import import spare_inductor, spare_the_trainer
 compiles = torch.compile
 spare_inductor()
-import peft
+spare_the_trainer(adapters=True)
+assert "peft" in sys.modules and "datasets" not in sys.modules
 assert torch.compile is compiles and "torch._inductor.compile_fx" not in sys.modules, "torch's compiler was imported with peft"
 """
 
