@@ -83,6 +83,9 @@ class _Later(ModuleType):
 
 def _execute(module: ModuleType | None) -> None:
     if isinstance(module, _Later) and module.__spec__ is not None and module.__spec__.loader is not None:
+        for name, inside in list(sys.modules.items()):
+            if isinstance(inside, _Later) and name.startswith(f"{module.__name__}."):
+                inside.__dict__[_ANSWERS] = {}  # the real package wants the real ones of its own modules
         module.__class__ = ModuleType  # type: ignore[assignment]
         module.__spec__.loader.exec_module(module)
 
@@ -104,6 +107,7 @@ _EAGER: Mapping[str, Mapping[str, Any]] = {
         **dict.fromkeys(("disable", "allow_in_graph", "assume_constant_result"), _itself),
         "graph_break": lambda *_, **__: None,
     },
+    f"{_DYNAMO}.eval_frame": {"OptimizedModule": type("OptimizedModule", (), {})},  # accelerate asks whether a model is one
     f"{_DYNAMO}.source": {
         "ConstantSource": _Source,
         **{name: type(name, (_Source,), {}) for name in ("RandomValueSource", "CallMethodItemSource", "FloatTensorSource")},

@@ -148,7 +148,9 @@ def _planned(
         raise rescue.error()
     if subject.workload.blocks is not None:
         return None
-    pricing.expect(likely(pool, device, current))
+    evaluation = first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
+    first = likely(pool, device, current)
+    pricing.expect(first, [] if evaluation is None else [evaluation.expected(first[0])])
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     before = pricing.memory(current), pricing.fits(current)
     priced(device.first_words(*before))
@@ -163,7 +165,8 @@ def _planned(
     if not found.ranked:
         tried_pool = pool if search.refused is None else tuple(c for c in pool if c.accumulation == subject.job.accumulation)
         raise search.explained(replace(rescue, pool=tried_pool).error())
-    evaluation = None if search.interrupted else first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
+    if search.interrupted:
+        evaluation = None
 
     if run is None or search.interrupted:
         result = Confirmed(found=found, verdict=Tried(chosen=0, trial=None))

@@ -7,7 +7,7 @@ accumulation bounds the one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.pricing.compiled import UNCOMPILED, Compiler, over_the_run
-from hfopt.pricing.trace_ahead import Ahead, Estimator
+from hfopt.pricing.trace_ahead import Ahead, Errand, Estimator
 from hfopt.probe.compiled_step import CAPTURED, PLANNED_AS
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
@@ -321,10 +321,14 @@ class Pricing:
 
     # ------------------------------------------------------------------------------------------ traces
 
-    def expect(self, candidates: Sequence[Candidate]) -> None:
-        """These will be asked for, in this order: an estimator that can trace beside us may begin."""
+    def expect(self, candidates: Sequence[Candidate], then: Sequence[Errand] = ()) -> None:
+        """These will be asked for, in this order: an estimator that can trace beside us may begin, and go on with `then`."""
         if isinstance(self.estimator, Ahead):
-            self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates])
+            self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates], then)
+
+    def made_ahead(self, key: Hashable) -> Any | None:
+        """The answer to a task that was expected."""
+        return self.estimator.made(key) if isinstance(self.estimator, Ahead) else None
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates and settings.torch_compile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hfopt.config.settings import EVALUATION_BATCH
@@ -16,6 +17,7 @@ from hfopt.errors import NothingFits, TraceError
 from hfopt.job.subject import Subject
 from hfopt.memory.trace_store import kept_evaluation
 from hfopt.pricing.candidate_prices import Pricing
+from hfopt.pricing.trace_ahead import Errand
 from hfopt.schema import (
     GENERATING,
     Assumption,
@@ -229,18 +231,27 @@ class FirstEvaluation:
         """What an evaluation does does not depend on optimizer, accumulation and checkpointing."""
         if self.untraced is not None:
             return None
-        settings = self.pricing.settings(candidate)
-        key = replace(settings, accumulation=1, checkpointing=type(settings.checkpointing)(), optim="adamw_torch")
+        key = self._key(candidate)
         if key not in self._curves:
             self.pricing.progress(f"tracing the evaluation of {self.subject.workload.name}")
             self._curves[key] = self._traced(key, self.pricing.estimate(candidate).curve.timeline.marks)
         return self._curves[key]
 
+    def expected(self, candidate: Candidate) -> Errand:
+        """Its trace, for a process that may make it before it is asked for."""
+        key = self._key(replace(candidate, torch_compile=False))
+        return ("evaluation", key), partial(trace_evaluation, self.subject, self.reading, *self.pricing.traced_as(key))
+
+    def _key(self, candidate: Candidate) -> StepSettings:
+        settings = self.pricing.settings(candidate)
+        return replace(settings, accumulation=1, checkpointing=type(settings.checkpointing)(), optim="adamw_torch")
+
     def _traced(self, settings: StepSettings, training_marks: Mapping[str, int]) -> EvaluationCurve | None:
         try:
             if "end" not in training_marks:
                 raise TraceError("the training step itself is a coarse estimate")
-            return trace_evaluation(self.subject, self.reading, *self.pricing.traced_as(settings))
+            made: EvaluationCurve | None = self.pricing.made_ahead(("evaluation", settings))
+            return made or trace_evaluation(self.subject, self.reading, *self.pricing.traced_as(settings))
         except TraceError as error:
             self.untraced = f"{NOT_ESTIMATED}: {error}"
             return None

@@ -8,11 +8,14 @@ would wait for them for ever: it computes with one thread, and one that stands s
 from __future__ import annotations
 
 import os
+import pickle
+import queue
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import HfoptError
@@ -30,6 +33,7 @@ _LOOK_S = 0.5
 _PATIENCE_S = 10.0
 Estimator = Callable[[Workload, StepSettings], Estimate]
 Asked = tuple[Workload, StepSettings]
+Errand = tuple[Hashable, Callable[[], Any]]
 
 
 class Ahead:
@@ -38,11 +42,12 @@ class Ahead:
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
         self._child: tuple[Any, Connection] | None = None
-        self._expected: list[StepSettings] = []  # of the child, in the order of its answers
-        self._answers: dict[StepSettings, Estimate | None] = {}
+        self._expected: list[Hashable] = []  # of the child, in the order of its answers
+        self._answers: dict[Hashable, Any] = {}
 
-    def start(self, expected: Sequence[Asked]) -> None:
-        """One child traces them one after the other, one child at a time; what is known already is not traced again."""
+    def start(self, expected: Sequence[Asked], then: Sequence[Errand] = ()) -> None:
+        """One child traces them one after the other, one child at a time; what is known already is not traced again. Where there is a
+        child, it goes on with `then`, whose answers are had by their keys."""
         if isinstance(self._estimator, TraceStore):
             if any(workload.remake is not None for workload, _ in expected):
                 return  # its model may never have to be built: what is expected is not always asked for
@@ -53,19 +58,25 @@ class Ahead:
 
         context = multiprocessing.get_context("fork")
         receiving, sending = context.Pipe(duplex=False)
-        child = context.Process(target=_trace, args=(self._estimator, tuple(expected), receiving, sending), daemon=True)
+        tasks = [*((settings, partial(self._estimator, workload, settings)) for workload, settings in expected), *then]
+        child = context.Process(target=_work, args=([task for _, task in tasks], receiving, sending), daemon=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forking beside threads; there is a spinner at most
             child.start()
         sending.close()
-        self._child, self._expected = (child, receiving), [settings for _, settings in expected]
+        self._child, self._expected = (child, receiving), [key for key, _ in tasks]
 
     def __call__(self, workload: Workload, settings: StepSettings) -> Estimate:
-        while settings in self._expected and self._child is not None:
-            made = self._received(*self._child)
+        made = self.made(settings)
+        return made if isinstance(made, Estimate) else self._estimator(workload, settings)
+
+    def made(self, key: Hashable) -> Any | None:
+        """The child's answer, given once; None where it was not asked, or could not say."""
+        while key in self._expected and self._child is not None:
+            found = self._received(*self._child)
             if self._expected:
-                self._answers[self._expected.pop(0)] = made
-        return self._answers.pop(settings, None) or self._estimator(workload, settings)
+                self._answers[self._expected.pop(0)] = found
+        return self._answers.pop(key, None)
 
     def close(self) -> None:
         """Ends what was started and never asked for."""
@@ -77,16 +88,15 @@ class Ahead:
         self._child = None
         self._expected.clear()
 
-    def _received(self, child: Any, receiving: Connection) -> Estimate | None:
+    def _received(self, child: Any, receiving: Connection) -> Any | None:
         """The next answer; None where the child could not trace it, is gone, or stands still."""
         if not _works(child.pid, receiving):
             self.close()
             return None
         try:
-            made = receiving.recv()
+            return receiving.recv()
         except EOFError:
-            made = None
-        return made if isinstance(made, Estimate) else None
+            return None
 
 
 @contextmanager
@@ -121,19 +131,34 @@ def _works(pid: int, receiving: Connection) -> bool:
     return True
 
 
-def _trace(estimator: Estimator, expected: Sequence[Asked], receiving: Connection, sending: Connection) -> None:
+def _work(tasks: Sequence[Callable[[], Any]], receiving: Connection, sending: Connection) -> None:
+    """What is not yet asked for waits in a queue: a pipe holds less than one trace, and the next would wait for its reader."""
     import torch
 
     torch.set_num_threads(1)
     die_with_parent()  # it holds copies of the parent's pipes: it must not outlive it
     receiving.close()  # so that a parent that is gone breaks the pipe instead of blocking it
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the parent meets the same error and says it
-    for workload, settings in expected:
+    done: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    sender = threading.Thread(target=_send, args=(done, sending))
+    sender.start()
+    for task in tasks:
         try:
-            sending.send(estimator(workload, settings))
+            made = task()
         except HfoptError:
-            sending.send(None)
-    sending.close()
+            made = None
+        done.put(pickle.dumps(made))
+    done.put(None)
+    sender.join()
+
+
+def _send(done: queue.SimpleQueue[bytes | None], sending: Connection) -> None:
+    with sending:
+        while (answer := done.get()) is not None:
+            try:
+                sending.send_bytes(answer)
+            except BrokenPipeError:  # the parent is gone, or asks no more
+                return
 
 
 def _can_fork() -> bool:

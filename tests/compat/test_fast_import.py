@@ -30,10 +30,11 @@ assert losses.is_scipy_available()
 
 TRAINER = """
 import gc, sys
-from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_the_trainer
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_scipy, spare_the_trainer
 with lean_imports():
     assert not gc.isenabled()
     spare_dynamo(one_device=True)
+    spare_scipy(one_device=True)
     spare_the_trainer(adapters=False)
     from transformers import Trainer
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
@@ -76,8 +77,11 @@ assert torch._dynamo.disable(recursive=False)(len) is len
 from torch._subclasses import FakeTensorMode
 assert FakeTensorMode().from_tensor(torch.nn.BatchNorm1d(1).num_batches_tracked).ndim == 0
 assert "torch._dynamo.convert_frame" not in sys.modules, "a step in eager mode took the compiler in"
+from accelerate.utils import is_compiled_module
+assert not is_compiled_module(model) and "torch._dynamo.convert_frame" not in sys.modules
 assert torch._dynamo.list_backends() and "torch._dynamo.convert_frame" in sys.modules
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+assert is_compiled_module(torch.compile(model, backend="eager")) and not is_compiled_module(model)
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import DTensor
 assert issubclass(DTensor, torch.Tensor) and torch._dynamo.source.ConstantSource.__mro__[1] is not object
