@@ -23,6 +23,7 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hfopt import files
@@ -269,14 +270,18 @@ def _build_into(place: Path, toolchain: Toolchain) -> None:
 
 
 def _compile(work: Path, toolchain: Toolchain) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
     flags = (*_FLAGS, f"-I{SOURCES}", *(f"-I{path}" for path in toolchain.includes))
-    objects = {}
-    for source in sorted(SOURCES.glob("*.c")):
-        objects[source.stem] = work / f"{source.stem}.o"
-        _run(toolchain.compiler, *flags, "-c", str(source), "-o", str(objects[source.stem]))
+    sources = sorted(SOURCES.glob("*.c"))
+    objects = {source.stem: work / f"{source.stem}.o" for source in sources}
     cuda = [path for stem, path in objects.items() if stem != "nvml"]
     stubs = work / "stubs.c"
-    stubs.write_text(_stub_source(cuda, toolchain))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # somebody waits for the first plan
+        imported = pool.map(partial(_undefined, toolchain), _TORCH_LIBRARIES)
+        for _ in pool.map(lambda one: _run(toolchain.compiler, *flags, "-c", str(one), "-o", str(objects[one.stem])), sources):
+            pass
+        stubs.write_text(_stub_source(cuda, toolchain, set().union(*imported)))
     _run(toolchain.compiler, *flags, "-c", str(stubs), "-o", str(work / "stubs.o"))
     # The sonames are what libcaffe2_nvrtc.so and the dlopen calls of torch and pynvml look for.
     _link(toolchain, work / "libhfopt_cuda.so", "libcuda.so.1", [*cuda, work / "stubs.o"])
@@ -288,14 +293,17 @@ def _link(toolchain: Toolchain, output: Path, soname: str, objects: list[Path]) 
     _run(toolchain.compiler, "-shared", "-o", str(output), *map(str, objects), f"-Wl,-soname,{soname}", "-lpthread", "-ldl")
 
 
-def _stub_source(objects: list[Path], toolchain: Toolchain) -> str:
-    defined = {line.split()[-1] for path in objects for line in _run(toolchain.nm, "--defined-only", "-g", str(path)).splitlines() if line}
-    needed = _BITSANDBYTES_NEEDS | _TRITON_NEEDS | _LOOKED_UP_BY_NAME
-    for name in _TORCH_LIBRARIES:
-        path = toolchain.torch.libraries / name
-        if path.exists():
-            symbols = _run(toolchain.nm, "-D", "--undefined-only", str(path)).splitlines()
-            needed.update(symbol for line in symbols if _CUDA_NAME.match(symbol := line.split()[-1].split("@")[0]))
+def _undefined(toolchain: Toolchain, name: str) -> set[str]:
+    """What this library of torch's wants of CUDA's."""
+    path = toolchain.torch.libraries / name
+    lines = _run(toolchain.nm, "-D", "--undefined-only", str(path)).splitlines() if path.exists() else []
+    return {symbol for line in lines if _CUDA_NAME.match(symbol := line.split()[-1].split("@")[0])}
+
+
+def _stub_source(objects: list[Path], toolchain: Toolchain, imported: set[str]) -> str:
+    listed = [line.split() for line in _run(toolchain.nm, "--defined-only", "-g", *map(str, objects)).splitlines()]
+    defined = {words[-1] for words in listed if len(words) > 1}  # the others name the file
+    needed = imported | _BITSANDBYTES_NEEDS | _TRITON_NEEDS | _LOOKED_UP_BY_NAME
     lines = [
         '#include "stub.h"',
         '#define STUB(f, result) __attribute__((visibility("default"))) int f(void) { return stub_called(#f, result); }',
