@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hfopt.hardware.catalog import cards
-from hfopt.speed.device_speed import card_error, cards_error, efficiency, limits, rate_error, settings_error
+from hfopt.speed import device_speed
+from hfopt.speed.device_speed import card_error, cards_error, cpu_speed, efficiency, limits, rate_error, settings_error
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data"
 
@@ -37,3 +41,17 @@ def test_the_cards_with_rows_are_those_of_the_benchmarks() -> None:
     with (RUNS / "trainer_runs.csv").open(newline="", encoding="utf-8") as stream:
         kinds = {row["card"].split(" ")[-1] for row in csv.DictReader(stream) if "samples" in row["unit"] and row["card"].startswith("RTX")}
     assert all(any(kind in card for card in named) for kind in kinds - {"24GB", "Ti"})
+
+
+def test_a_cpu_whose_cores_others_take_is_measured_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stretched(clock: Callable[[], float]) -> Callable[[], float]:
+        return lambda: 1000 * clock()
+
+    waiting = SimpleNamespace(perf_counter=stretched(time.perf_counter), thread_time=time.thread_time)
+    monkeypatch.setattr(device_speed, "time", waiting)
+    beside_others = cpu_speed()
+    waiting.thread_time = stretched(time.thread_time)
+    slow = cpu_speed()
+    assert beside_others.matmul_flops["fp32"] > 50 * slow.matmul_flops["fp32"]
+    assert beside_others.memory_bytes_per_s > 50 * slow.memory_bytes_per_s
+    assert 50 * beside_others.host.forward_s < slow.host.forward_s
