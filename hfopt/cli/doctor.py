@@ -10,8 +10,7 @@ from hfopt.cli.json_output import answer_json
 from hfopt.cli.output import answer
 
 if TYPE_CHECKING:
-    from hfopt.hardware.checkup import Checkup, DoctorOutput
-    from hfopt.hardware.installed_software import Probe
+    from hfopt.hardware.checkup import Checkup, DoctorOutput, Probe
     from hfopt.schema import Gpu
 
 _MARKS = {"error": "ERROR", "warning": "WARNING", "note": "note"}

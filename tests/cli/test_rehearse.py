@@ -14,7 +14,7 @@ import pytest
 import hfopt.cli
 from hfopt.cli import compare, doctor, plan, rehearse
 from hfopt.cli.run import _write_beside
-from hfopt.hardware.installed_software import Probe
+from hfopt.hardware.checkup import Probe
 from hfopt.planner.comparison import Limits, Row
 from hfopt.schema import Gpu, PhasePeak, Rehearsal, RehearsedPhase, RehearsedTime
 from hfopt.units import GIB

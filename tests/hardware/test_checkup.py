@@ -9,8 +9,7 @@ import pytest
 
 from hfopt.compat.versions import TorchBuild
 from hfopt.hardware import catalog
-from hfopt.hardware.checkup import Surroundings, findings
-from hfopt.hardware.installed_software import Software
+from hfopt.hardware.checkup import Software, Surroundings, findings
 from hfopt.schema import Hardware, Host
 from hfopt.units import GIB
 

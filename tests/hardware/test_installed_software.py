@@ -12,8 +12,7 @@ import pytest
 from hfopt.compat import versions
 from hfopt.compat.versions import TorchBuild, package_version, parse_build, torch_build
 from hfopt.hardware import checkup
-from hfopt.hardware.checkup import nvidia_on_bus
-from hfopt.hardware.installed_software import installed
+from hfopt.hardware.checkup import installed, nvidia_on_bus
 
 ANNOTATED = (
     "from typing import Optional\n__version__ = '2.9.0+cu128'\ndebug = False\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
@@ -44,7 +43,7 @@ def test_it_agrees_with_the_torch_that_is_installed() -> None:
 
 
 def test_looking_does_not_import() -> None:
-    code = "import sys; from hfopt.hardware.installed_software import installed; assert installed().torch; sys.exit('torch' in sys.modules)"
+    code = "import sys; from hfopt.hardware.checkup import installed; assert installed().torch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from hfopt.hardware import catalog
+from hfopt.hardware.checkup import Probe, disagreements, probe, runs_on
 from hfopt.hardware.detect import named
-from hfopt.hardware.installed_software import Probe, probe, problems, runs_on
 from hfopt.schema import Hardware, Host
 from hfopt.units import GIB
 
@@ -56,7 +56,7 @@ def test_a_card_of_unknown_capability_is_given_the_benefit() -> None:
     ],
 )
 def test_where_torch_and_the_driver_differ(answer: Probe, codes: list[str]) -> None:
-    found = list(problems(TWO_CARDS, answer))
+    found = list(disagreements(TWO_CARDS, answer))
     assert [problem.code for problem in found] == codes
     assert all(problem.severity == "error" and problem.fix for problem in found)
 
