@@ -24,17 +24,28 @@ from hfopt.schema.job import (
     TrainJob,
 )
 from hfopt.schema.plan_facts import (
+    REHEARSED_MICRO_BATCHES,
     Advice,
     BatchPoint,
+    Candidate,
     Chosen,
+    Correction,
     EngineChoice,
+    Neutrality,
+    PhasePeak,
     PlanCharts,
     PlanFacts,
+    Priced,
+    Rehearsal,
+    RehearsedPhase,
+    RehearsedTime,
+    Rejection,
     RunDifference,
     RunMark,
     RunPoint,
     RunView,
     TimelinePoint,
+    Trial,
 )
 from hfopt.schema.run_outputs import Explanation, FittingChange, MemoryFigures, OomCause, OomPhase, OomReport, ReplayedOom
 from hfopt.schema.run_records import (
@@ -78,19 +89,6 @@ from hfopt.schema.step_cost import (
     ZeroSizes,
 )
 from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
-from hfopt.schema.trial import (
-    REHEARSED_MICRO_BATCHES,
-    Candidate,
-    Correction,
-    Neutrality,
-    PhasePeak,
-    Priced,
-    Rehearsal,
-    RehearsedPhase,
-    RehearsedTime,
-    Rejection,
-    Trial,
-)
 from hfopt.schema.workload import BatchShape, BlockSizes, ConfigFacts, Gpu, Hardware, Host, LengthSpread, Workload
 
 __all__ = [

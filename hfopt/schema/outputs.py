@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from hfopt.schema.job import Assumption, Change, DataSpec, ModelSpec, Place, Precision, TrainerKind
-from hfopt.schema.plan_facts import Advice, EngineChoice
+from hfopt.schema.plan_facts import Advice, Candidate, EngineChoice
 from hfopt.schema.run_outputs import FittingChange, OomCause, OomPhase, ReplayedOom
 from hfopt.schema.step_cost import Breakdown, EngineName, EvaluationPeak, MemoryPhase
-from hfopt.schema.trial import Candidate
 
 # ---------------------------------------------------------------------------------------------------------------- errors
 

@@ -1,4 +1,4 @@
-"""The plan itself (what was chosen among what, and what only the user can do), and what the pages of plans and runs draw."""
+"""Candidates, what a device said of them, and the plan that was chosen among them; and what the pages of plans and runs draw."""
 
 from __future__ import annotations
 
@@ -6,10 +6,185 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from hfopt.schema.job import Assumption, Change, TrainJob
-from hfopt.schema.step_cost import EvaluationPeak, LoaderPlan, MemoryPeak, MemoryPhase, StepTime
-from hfopt.schema.trial import Candidate, Correction, Neutrality, Priced, Rejection, Trial
-from hfopt.schema.workload import Hardware
+from hfopt.schema.job import Assumption, Change, Precision, TrainJob
+from hfopt.schema.step_cost import Checkpointing, EvaluationPeak, LoaderPlan, MemoryPeak, MemoryPhase, StepTime
+from hfopt.schema.workload import Gpu, Hardware
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One point of the search space. The effective batch is batch × accumulation × world and is the same for all of them."""
+
+    per_device_batch: int
+    accumulation: int
+    precision: Precision
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    optim: str | None = None  # None: as the config has it
+    attn_implementation: str | None = None
+    torch_compile: bool = False
+    use_liger_kernel: bool = False
+
+    def precision_words(self, weights_dtype: str | None) -> str:
+        """What it computes in: without autocast that is what the weights are stored in (None: float32)."""
+        stored = {"bfloat16": "bf16 weights", "float16": "fp16 weights"}.get(weights_dtype or "")
+        return stored if stored is not None and self.precision in ("fp32", "tf32") else self.precision
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Priced:
+    """A candidate with what it is predicted to cost."""
+
+    candidate: Candidate
+    memory: MemoryPeak
+    time: StepTime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejection:
+    candidate: Candidate
+    reason: str
+
+
+REHEARSED_MICRO_BATCHES = 2
+"""Of each step that a plan rehearses on the virtual GPU, with the inputs of all on the card: the first finds no gradients, the second and
+all later ones do, and kernels compute nothing there. A test holds the peaks to be those of whole steps, to the byte."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What a dry run measured. `device` says on what: a real card, the CPU, or the virtual GPU (whose times mean nothing and are None)."""
+
+    device: Literal["cuda", "cpu", "virtual"]
+    candidate: Candidate
+    outcome: Literal["ok", "oom", "error", "timeout"]
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    peak_device_bytes: int | None = None
+    eval_peak_reserved_bytes: int | None = None
+    step_s: float | None = None
+    cpu_s: float | None = None  # of one step, by all threads, on the CPU: what else the machine does stretches step_s, but not this
+    data_wait_s: float | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """One candidate, predicted and measured. What it says about other batch sizes of this job is taken the safer way: memory that was
+    missing grows with the batch, memory that was too much stays what it was."""
+
+    candidate: Candidate
+    device: Literal["cuda", "cpu", "virtual"]
+    predicted_reserved_bytes: int | None = None
+    measured_reserved_bytes: int | None = None
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured, less one."""
+        return _error(self.predicted_reserved_bytes, self.measured_reserved_bytes)
+
+    @property
+    def time_error(self) -> float | None:
+        return _error(self.predicted_step_s, self.measured_step_s)
+
+    def corrected_bytes(self, reserved_bytes: int) -> int:
+        """A predicted size as it would be measured."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or measured is None:
+            return reserved_bytes
+        missing = measured - predicted
+        return reserved_bytes + max(missing, round(missing * reserved_bytes / predicted))
+
+    def predicted_room_bytes(self, room_bytes: int) -> int:
+        """The largest predicted size that would be measured as no more than `room_bytes`: the inverse of `corrected_bytes`."""
+        predicted, measured = self.predicted_reserved_bytes, self.measured_reserved_bytes
+        if not predicted or not measured:
+            return room_bytes
+        return min(room_bytes - (measured - predicted), room_bytes * predicted // measured)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhasePeak:
+    """The most memory one phase of a rehearsal held, on the rank and card that held most."""
+
+    phase: str
+    allocated_bytes: int
+    reserved_bytes: int
+    part: str | None = None  # where in the phase: forward, backward, optimizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedPhase:
+    """One phase of a rehearsed step: seconds until the card was through it, how long kernels ran in it, and how many."""
+
+    phase: str
+    wall_s: float
+    busy_s: float
+    launches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsedTime:
+    """The time of an optimizer step, predicted from what the script launched on the virtual GPU. Nothing of it was measured on a card."""
+
+    step_s: float
+    busy_s: float  # a kernel runs
+    samples_per_s: float | None  # of all ranks; None: the script has no Trainer that says how many a step has
+    steps: int  # that were priced; the figures are their mean
+    launches: int
+    phases: tuple[RehearsedPhase, ...]
+    idle_s: Mapping[str, float]  # by cause: input, launch, sync, python, communication
+    shares: Mapping[str, float]  # by kind of kernel, of step_s
+    clock_share: float | None = None
+    power_w: float | None = None
+    rate_error: float | None = None  # eight of ten rates predicted so were within this share of the measured one
+    host_scale: float | None = None  # seconds of the predicted host for one of this host; None: the script's own Python was not timed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rehearsal:
+    """A training script on the virtual GPU. Memory is PyTorch's own accounting; values and times mean nothing there."""
+
+    outcome: Literal["fits", "unsupported", "oom", "failed", "incomplete", "timeout"]
+    gpu: Gpu
+    count: int
+    context_bytes: int
+    phases: tuple[PhasePeak, ...]
+    steps_done: int
+    script_exit_code: int | None  # None: the script was ended by the rehearsal
+    message: str
+    oom_step: int | None = None
+    oom_phase: str | None = None
+    ranks: int = 1
+    findings: tuple[str, ...] = ()  # what the card does not support of what the script asks
+    notes: tuple[str, ...] = ()
+    wall_s: float | None = None
+    time: RehearsedTime | None = None  # None: not asked for, or no step could be priced
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.gpu.usable_bytes or self.gpu.memory_bytes
+
+    @property
+    def peak(self) -> PhasePeak | None:
+        return max(self.phases, key=lambda phase: phase.reserved_bytes, default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Neutrality:
+    """Is trading batch for accumulation gradient-neutral for this model class and transformers version?"""
+
+    model_class: str
+    transformers_version: str
+    neutral: bool
+    ratio: float  # gradient norm of (n/k)×k over that of n×1
+    fixable: bool  # model_accepts_loss_kwargs = False restores it
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from hfopt.schema.job import Change
-from hfopt.schema.trial import Rehearsal
+from hfopt.schema.plan_facts import Rehearsal
 
 OomPhase = Literal[
     "data",

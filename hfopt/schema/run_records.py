@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hfopt.schema.job import Change
+from hfopt.schema.plan_facts import Candidate
 from hfopt.schema.step_cost import Checkpointing, MemoryPeak, StepTime
-from hfopt.schema.trial import Candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
