@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from hfopt.cli import main
 from hfopt.planner.explanation import otherwise
 from hfopt.schema import OomPhase, ReplayedOom
 from hfopt.units import GIB
@@ -27,19 +24,8 @@ OOM = (
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def call(*arguments: str, given: bytes = b"") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["hfopt", "explain", *arguments])
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
-        code = 0
-        try:
-            main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return call
+def run(run: Run) -> Run:
+    return partial(run, "explain", given=b"")
 
 
 def test_words_for_people_from_standard_input(run: Run) -> None:

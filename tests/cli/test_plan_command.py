@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from hfopt.cli import main
 from hfopt.cli.plan import _diff
 from hfopt.planner import Request, plan
 from hfopt.schema import Change, Trial
@@ -110,16 +110,13 @@ def test_quiet_and_output_file_leave_only_the_warning(config: Path, tmp_path: Pa
 
 
 def test_a_plan_whose_dry_run_failed_is_not_written(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]]
 ) -> None:
     made = plan(config, Request(gpu="rtx 3070", dry_run=False))
     trial = Trial(device="virtual", candidate=made.candidate, outcome="error", message="NotImplementedError: BFloat16")
     monkeypatch.setattr("hfopt.cli.plan._made", lambda *_, **__: replace(made, facts=replace(made.facts, trial=trial)))
-    monkeypatch.setattr(sys, "argv", ["hfopt", "plan", str(config), "-q", "--json", str(tmp_path / "plan.json")])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out) == (4, "") and "NotImplementedError: BFloat16" in err and "--no-dry-run" in err
+    code, out, err = run("plan", config, "-q", "--json", tmp_path / "plan.json")
+    assert (code, out) == (4, "") and "NotImplementedError: BFloat16" in err and "--no-dry-run" in err
     assert json.loads((tmp_path / "plan.json").read_text())["verified"]["outcome"] == "error"
 
 

@@ -94,15 +94,13 @@ def test_the_exit_code_is_the_verdict_or_the_scripts_own(outcome: str, script: i
 
 
 @pytest.fixture
-def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def ends(run: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
     """hfopt with these arguments ends with exit code 2; what it said."""
 
     def call(*arguments: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["hfopt", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            hfopt.cli.main()
-        assert stopped.value.code == 2
-        return capsys.readouterr().err
+        code, _, err = run(*arguments)
+        assert code == 2
+        return err
 
     return call
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +16,7 @@ from json_schemas import validated
 from made_plan import FACTS
 from watched import window
 
-from hfopt.cli import COMMANDS, application, main
+from hfopt.cli import COMMANDS, application
 from hfopt.cli.json_output import FLAG, VERSIONS, command_line
 from hfopt.cli.schema import TYPES, schema_of
 from hfopt.errors import DryRunError, HfoptError
@@ -44,18 +43,9 @@ MODEL = {
 Run = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["hfopt", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err
-        return int(stopped.value.code or 0), out, err
-
-    return call
+@pytest.fixture(autouse=True)
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

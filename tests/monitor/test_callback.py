@@ -26,15 +26,7 @@ from hfopt.monitor import history, metrics, run_text, session
 from hfopt.monitor.callback import HFGpuMonitor
 from hfopt.oom.protect import protect
 
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On a slow machine the budget for log work would join windows; it is tested by itself."""
-    monkeypatch.setattr(session, "_GRACE_S", 60.0)
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 def weights(model: torch.nn.Module) -> torch.Tensor:

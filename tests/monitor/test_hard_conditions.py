@@ -32,15 +32,7 @@ from hfopt.monitor.screen import condition
 from hfopt.schema import GpuReading
 from hfopt.units import MIB
 
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """On a slow machine the budget for log work would join windows; it is tested by itself."""
-    monkeypatch.setattr(session, "_GRACE_S", 60.0)
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 class At(TrainerCallback):  # type: ignore[misc]
