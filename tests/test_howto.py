@@ -44,5 +44,7 @@ def test_python_names_exist() -> None:
 
 
 def test_the_configs_of_the_tutorial_are_there() -> None:
-    for name in re.findall(r"configs/[\w.]+yaml", (ROOT / "docs" / "tutorial.md").read_text()):
+    names = re.findall(r"configs/[\w.]+yaml", (ROOT / "docs" / "tutorial.md").read_text())
+    assert names
+    for name in names:
         assert (ROOT / name).is_file(), name

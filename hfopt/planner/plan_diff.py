@@ -27,7 +27,7 @@ from hfopt.planner.choices import current_candidate
 from hfopt.planner.result import Plan
 from hfopt.pricing.target_device import device_of
 from hfopt.redact import json_words, scrub
-from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SideOutput
+from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SettingsOutput, SideOutput
 from hfopt.speed.device_speed import settings_error
 from hfopt.store import default_store
 from hfopt.units import format_bytes, format_percent, format_rate
@@ -150,17 +150,7 @@ def _keys(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes", "deepspeed", "liger-kernel")
-SETTINGS = (
-    "per_device_batch",
-    "accumulation",
-    "precision",
-    "checkpointing_every_n_layers",
-    "optim",
-    "torch_compile",
-    "use_liger_kernel",
-    "attn_implementation",
-    "dataloader_num_workers",
-)
+SETTINGS = (*SettingsOutput.__annotations__, "dataloader_num_workers")
 """What is planned, whatever of it the file said before: a file that was planned in place has the same lock."""
 MEMORY_TOLERANCE, RATE_TOLERANCE = 0.01, 0.02
 """Below these a prediction is the same: PyTorch's allocator works in blocks of 2 MiB, and a rate is sure to some percent only."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
+from virtual_peaks import peaks_of_cases
 
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
-from hfopt.schema import Checkpointing, DataSpec, Gpu, Lora, ModelSpec, StepSettings
-from hfopt.units import GIB
+from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, StepSettings
 
 BATCH, LENGTH = 16, 128
 SHAPE = {"vocab_size": 4000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -84,14 +81,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def real(folders: dict[str, str]) -> dict[str, tuple[int, int]]:
-    from hfopt.virtual.environment import environment
-
-    env = environment(Gpu(name="Virtual", memory_bytes=16 * GIB, capability=(8, 6), sms=28))
-    env["PYTHONPATH"] = f"{env['PYTHONPATH']}:{Path(__file__).parent}:{Path(__file__).parents[2]}"
-    done = subprocess.run([sys.executable, "-c", RUN, json.dumps(folders)], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, tuple[int, int]] = json.loads(done.stdout.rpartition("PEAKS")[2])
-    return found
+    return peaks_of_cases(RUN, json.dumps(folders), __file__)
 
 
 @pytest.mark.slow

@@ -22,6 +22,14 @@ from hfopt.planner.algorithm import plan_subject
 from hfopt.schema import Neutrality, StepSettings, Workload
 
 CARD = "rtx 3070"
+NOT_NEUTRAL = Neutrality(
+    model_class="BertForSequenceClassification",
+    transformers_version="5",
+    neutral=False,
+    ratio=4.0,
+    fixable=True,
+    reason="the head ignores the number of items",
+)
 _TRACES: dict[tuple[str, StepSettings], Estimate] = {}
 
 
@@ -243,17 +251,7 @@ def test_bad_wishes_are_refused_in_words(tmp_path: Path, model: Path) -> None:
 def test_a_model_that_is_not_neutral_keeps_its_accumulation_until_allowed(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def not_neutral(job: object, workload: object) -> Neutrality:
-        return Neutrality(
-            model_class="BertForSequenceClassification",
-            transformers_version="5",
-            neutral=False,
-            ratio=4.0,
-            fixable=True,
-            reason="the head ignores the number of items",
-        )
-
-    monkeypatch.setattr("hfopt.probe.neutrality.probe", not_neutral)
+    monkeypatch.setattr("hfopt.probe.neutrality.probe", lambda job, workload: NOT_NEUTRAL)
     path = write(tmp_path, model, per_device_train_batch_size=8, gradient_accumulation_steps=4)
     kept = plan(path, Request(gpu=CARD, dry_run=False), estimator=remembered)
     assert kept.candidate.accumulation == 4 and kept.candidate.per_device_batch == 8
@@ -273,15 +271,7 @@ def test_a_head_that_cannot_be_asked_is_judged_by_the_rule(tmp_path: Path, model
 
 @pytest.mark.slow
 def test_a_trade_that_trains_something_else_is_refused_until_allowed(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Neutrality(
-        model_class="BertForSequenceClassification",
-        transformers_version="5",
-        neutral=False,
-        ratio=4.0,
-        fixable=True,
-        reason="the head ignores the number of items",
-    )
-    monkeypatch.setattr("hfopt.probe.neutrality.probe", lambda job, workload: found)
+    monkeypatch.setattr("hfopt.probe.neutrality.probe", lambda job, workload: NOT_NEUTRAL)
     path = write(tmp_path, model, per_device_train_batch_size=8192)
     with pytest.raises(NothingFits, match="at the config's accumulation of 1") as refused:
         plan(path, Request(gpu=CARD, dry_run=False, vram_gib=1.0), estimator=remembered)

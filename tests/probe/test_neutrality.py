@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,17 @@ from hfopt.schema import DataSpec, ModelSpec, TrainJob
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
     "bert": {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+    "llama": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "max_position_embeddings": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    },
 }
 
 
@@ -34,14 +45,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def job_of(tmp_path: Path) -> Callable[..., TrainJob]:
-    def make(name: str, **model: Any) -> TrainJob:
+    def make(name: str, job: Mapping[str, Any] | None = None, **model: Any) -> TrainJob:
         path = tmp_path / name / "config.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(CONFIGS[name]))
         spec = ModelSpec(name=str(path), **model)
-        return made_job(
-            path=None, section=(), trainer="Trainer", raw={}, model=spec, data=DataSpec(max_length=64), per_device_batch=8, accumulation=1
-        )
+        return made_job(**{"model": spec, "data": DataSpec(max_length=64), **(job or {})})
 
     return make
 
@@ -157,22 +166,9 @@ def test_a_users_own_code_is_not_cached(job_of: Callable[..., TrainJob]) -> None
 
 
 @pytest.mark.parametrize("trainer", ["DPO", "Reward"])
-def test_pairs_stay_together_without_trl(trainer: Any, tmp_path: Path) -> None:
+def test_pairs_stay_together_without_trl(trainer: Any, job_of: Callable[..., TrainJob]) -> None:
     """LLaMA-Factory's own trainers: a mean over pairs, divided by the accumulation."""
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64, **fields}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = made_job(
-        path=None,
-        section=(),
-        trainer=trainer,
-        raw={},
-        model=ModelSpec(name=str(tmp_path), task="causal_lm"),
-        data=DataSpec(max_length=16),
-        per_device_batch=8,
-        accumulation=1,
-    )
-    answer = probe(job)
+    answer = probe(job_of("llama", {"trainer": trainer, "data": DataSpec(max_length=16)}, task="causal_lm"))
     assert answer is not None and answer.neutral, answer
 
 
@@ -180,22 +176,10 @@ def test_pairs_stay_together_without_trl(trainer: Any, tmp_path: Path) -> None:
     ("trainer", "arguments"),
     [("SFT", {}), ("DPO", {"loss_type": "ipo"}), ("Reward", {}), ("GRPO", {"num_generations": 2}), ("CPO", {"loss_type": "simpo"})],
 )
-def test_trl_s_own_losses_are_neutral_with_trl_s_own_scaling(trainer: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_trl_s_own_losses_are_neutral_with_trl_s_own_scaling(
+    trainer: Any, arguments: dict[str, Any], job_of: Callable[..., TrainJob]
+) -> None:
     pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
-    fields = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "max_position_embeddings": 64, **fields}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    job = made_job(
-        path=None,
-        section=(),
-        trainer=trainer,
-        raw=arguments,
-        model=ModelSpec(name=str(tmp_path)),
-        data=DataSpec(max_length=16),
-        per_device_batch=8,
-        accumulation=1,
-        uses_trl=True,
-    )
-    answer = probe(job)
+    answer = probe(job_of("llama", {"trainer": trainer, "raw": arguments, "data": DataSpec(max_length=16), "uses_trl": True}))
     assert answer is not None and answer.neutral, answer
     assert answer.ratio == pytest.approx(1.0, abs=1e-4)

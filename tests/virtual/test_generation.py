@@ -81,7 +81,9 @@ def test_a_text_is_written_to_its_full_length(on_virtual: Callable[..., Any]) ->
 @pytest.mark.virtual_gpu
 @pytest.mark.slow
 def test_what_writing_takes_is_met_by_the_rule_that_plans_it(on_virtual: Callable[..., Any]) -> None:
-    for dtype, (counted, parameters) in on_virtual(HOLD).items():
+    held = on_virtual(HOLD)
+    assert set(held) == {"torch.float32", "torch.bfloat16"}
+    for dtype, (counted, parameters) in held.items():
         mixed = dtype == "torch.float32"
         copies = parameters - 4096 * 256 if mixed else 0
         rule = Writing(layers=4, kv_width=128, vocabulary=4096, copied_weights=copies, number_bytes=4 if mixed else 2)
