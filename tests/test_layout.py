@@ -99,6 +99,25 @@ def test_a_module_is_neither_a_slice_nor_a_drawer(path: Path) -> None:
         )
 
 
+RAW_READ_BY = {
+    "job/subject.py": "writes what stands in for a missing DeepSpeed config, and FSDP's own checkpointing",
+    "planner/engines.py": "writes the keys of an engine beside those that stand there",
+    "probe/dry_run.py": "hands the arguments on to a Trainer as they are",
+}
+"""Who asks for the keys of a file by name, because it writes them; everyone else reads `TrainJob.settings`."""
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if _part(path) != "config"], ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_arguments_are_read_from_the_typed_settings(path: Path) -> None:
+    asked = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".raw.get"))
+        or (isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith(".raw"))
+    ]
+    assert bool(asked) == (str(path.relative_to(PACKAGE)) in RAW_READ_BY), asked
+
+
 PURE = ("step_down.py", "search.py", "changes.py")
 VALUES = [path for path in MODULES if _part(path) == "schema" or path.name in PURE]
 

@@ -303,7 +303,8 @@ def _trains_whole(job: TrainJob, entry: Architecture) -> bool:
 
 
 def _is_divided(job: TrainJob) -> bool:
-    return job.world_size > 1 or bool(job.raw.get("deepspeed")) or bool(job.raw.get("fsdp"))
+    engine = job.settings.engine
+    return job.world_size > 1 or engine.deepspeed is not None or engine.fsdp is not None
 
 
 def budget_bytes(free_bytes: int, headroom: float) -> int:
