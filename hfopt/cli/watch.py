@@ -31,7 +31,7 @@ def watch(
     from hfopt.monitor import screen
 
     if pid is not None:
-        look: Callable[[], Mapping[str, Any]] = screen.Onlooker(pid, first_wait_s=min(interval, 0.5)).look
+        look: Callable[[], Mapping[str, Any]] = screen.ProcessWatcher(pid, first_wait_s=min(interval, 0.5)).look
         title = f"process {pid}"
     else:
         path = screen.find_live(run)

@@ -129,9 +129,9 @@ def less_memory(run: RunFacts) -> SettingAdvice:
     if planned := _planned(run, _BATCH_KEYS):
         return planned
     batch, accumulation = _pair(run)
-    divisor = None if run.pair_stays else next((d for d in range(2, batch + 1) if batch % d == 0), None)
+    divisor = None if run.keeps_accumulation else next((d for d in range(2, batch + 1) if batch % d == 0), None)
     if divisor is None:
-        why = "another accumulation would change the gradients" if run.pair_stays else "the batch is 1 already"
+        why = "another accumulation would change the gradients" if run.keeps_accumulation else "the batch is 1 already"
         return SettingAdvice(changes=(_change(run, "gradient_checkpointing", True, f"{why}; recomputing saves the activations"),))
     return SettingAdvice(changes=_trade(run, batch // divisor, accumulation * divisor, "the same effective batch in less memory"))
 
@@ -142,7 +142,7 @@ def use_memory(used_share: float, run: RunFacts, *, launch_bound: bool) -> Setti
         return planned
     batch, accumulation = _pair(run)
     factor = max((d for d in range(1, accumulation + 1) if accumulation % d == 0 and d * used_share <= 0.9), default=1)
-    if factor > 1 and not run.pair_stays:
+    if factor > 1 and not run.keeps_accumulation:
         reason = f"the same effective batch; {100 * factor * used_share:.0f} % of the card even if all memory grew with the batch"
         return SettingAdvice(changes=_trade(run, batch * factor, accumulation // factor, reason))
     if run.args.get("gradient_checkpointing"):
@@ -164,7 +164,7 @@ def larger_kernels(window: Window, run: RunFacts) -> SettingAdvice:
     if planned := _planned(run, _BATCH_KEYS):
         return planned
     batch, accumulation = _pair(run)
-    if accumulation > 1 and not run.pair_stays:
+    if accumulation > 1 and not run.keeps_accumulation:
         factor = max(d for d in range(2, accumulation + 1) if accumulation % d == 0 and d <= 8) if accumulation % 2 == 0 else accumulation
         compute_s = window.phases.forward_backward_s
         gain = window.phases.train_s / max(1e-9, window.phases.train_s - compute_s * (1 - 1 / factor)) - 1

@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from hfopt.monitor import metrics
-from hfopt.monitor.fault_guard import Faults, harmless, to_stderr
+from hfopt.monitor.fault_guard import Faults, switched_off_on_error, to_stderr
 from hfopt.monitor.metrics import OnFinding, sender
 from hfopt.monitor.model_inputs import flops_per_token
 from hfopt.monitor.session import Options, Training, WatchSession
@@ -113,7 +113,7 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         self.__dict__.update(state)
         self._fresh()
 
-    @harmless("stopping")
+    @switched_off_on_error("stopping")
     def _give_up(self, part: str) -> None:
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
@@ -134,11 +134,11 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
         if self._session is not None:
             self._session.journal.write(kind, **fields)
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._flops_per_token = flops_per_token(model)  # before the model is wrapped or sharded
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         _mind_forks()
         _watching.add(self)
@@ -163,17 +163,17 @@ class HFGpuMonitor(TrainerCallback):  # type: ignore[misc]
     on_evaluate = _passing_on("evaluate")
     on_save = _passing_on("save")
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.log(args, state, control)
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.epoch_end(state)
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._session is not None:
             self._session.end(args, state, control)

@@ -25,9 +25,9 @@ from hfopt.monitor.evidence import (
     compute_mfu,
     confidence,
     finding,
+    long_enough_to_judge,
     one_busy_core,
     power_share,
-    tells_enough,
 )
 from hfopt.monitor.log import Journal
 from hfopt.monitor.window import data_share, merge
@@ -160,7 +160,7 @@ class Judge:
 
 def diagnose(window: Window, run: RunFacts, limits: Thresholds = DEFAULT) -> tuple[Finding, ...]:
     """What the window shows, the weightiest first; compute_bound (the good one) only when nothing else explains the pace."""
-    if not tells_enough(window, limits):
+    if not long_enough_to_judge(window, limits):
         return ()
     found = [one for check in _CHECKS if (one := check(window, run, limits)) is not None]
     causes = {one.cause for one in found}

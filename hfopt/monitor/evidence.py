@@ -180,7 +180,7 @@ class Thresholds:
 DEFAULT = Thresholds()
 
 
-def tells_enough(window: Window, limits: Thresholds) -> bool:
+def long_enough_to_judge(window: Window, limits: Thresholds) -> bool:
     return window.steps >= limits.min_steps and (window.seconds >= limits.min_seconds or window.steps >= limits.many_steps)
 
 

@@ -1,9 +1,8 @@
-"""Never hurt the run: the one place where every error is caught, said once, and the part that failed is switched off.
-
-What the machine may give back (room on a disk, a folder on a network) is tried again each time by `patient(part)` instead.
+"""Never hurt the run: the one place that catches every error, reports it once and switches off the part that failed.
 
 The monitor's work is split into parts (readings, log file, live line, reporting, ...). A method that belongs to a part is wrapped by
-`harmless(part)`; when it raises, the part is off for the rest of the session and the method returns None from then on.
+`switched_off_on_error(part)`: when it raises, the part stays off for the rest of the session and the method returns None from then on.
+What the machine may give back (room on a disk, a folder on a network) is wrapped by `retried_each_time(part)` instead.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hfopt.redact import said
 
 
 class Faults:
-    """Which parts are off, and why. `say` is how a person hears of it, `then` is told the part that went off."""
+    """Which parts are off, and why. `say` reports it to a person, `then` is called with the part that went off."""
 
     def __init__(self, say: Callable[[str], None], then: Callable[[str], None] | None = None) -> None:
         self._say, self._then = say, then
@@ -26,7 +25,7 @@ class Faults:
         self.lost: dict[str, int] = {}  # by part, what could not be written so far
 
     def failed(self, part: str, error: BaseException, *, most: int) -> None:
-        """Of what may be out of reach for a moment: reported at the first failure, off after `most` in a row."""
+        """For what may be out of reach for a moment: reported at the first failure, off after `most` in a row."""
         self._in_a_row[part] = count = self._in_a_row.get(part, 0) + 1
         if count >= most:
             self.report(part, error)
@@ -34,7 +33,7 @@ class Faults:
             self._say(f"hfopt monitor: {part} failed ({_words(error)}) and is tried again with the next finding; training continues")
 
     def missed(self, part: str, error: OSError) -> None:
-        """Of what is tried again for as long as the run lasts: said the first time only."""
+        """For what is tried again as long as the run lasts: reported the first time only."""
         if part not in self.lost:
             self._say(f"hfopt monitor: {part} cannot be written ({_words(error)}) and is tried again each time; training continues")
         self.lost[part] = self.lost.get(part, 0) + 1
@@ -58,8 +57,8 @@ def _words(error: BaseException) -> str:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def harmless(part: str) -> Callable[[Method], Method]:
-    """Wraps a method of an object with `.faults`: an error inside it never leaves it, the answer is then None."""
+def switched_off_on_error(part: str) -> Callable[[Method], Method]:
+    """Wraps a method of an object with `.faults`: no error ever leaves it; after one, it returns None."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -77,8 +76,8 @@ def harmless(part: str) -> Callable[[Method], Method]:
     return decorate
 
 
-def patient(part: str) -> Callable[[Method], Method]:
-    """As `harmless`, but the system's own refusals (OSError) leave the part on: what is written next may find its place."""
+def retried_each_time(part: str) -> Callable[[Method], Method]:
+    """As `switched_off_on_error`, but the system's own refusals (OSError) leave the part on: the next write may succeed."""
 
     def decorate(method: Method) -> Method:
         @wraps(method)
@@ -89,7 +88,7 @@ def patient(part: str) -> Callable[[Method], Method]:
                 self.faults.missed(part, error)
                 return None
 
-        return harmless(part)(cast(Method, tried))
+        return switched_off_on_error(part)(cast(Method, tried))
 
     return decorate
 

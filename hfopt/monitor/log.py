@@ -31,7 +31,7 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from hfopt.files import write_whole
-from hfopt.monitor.fault_guard import Faults, harmless, patient
+from hfopt.monitor.fault_guard import Faults, retried_each_time, switched_off_on_error
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.step_clock import Stamp
 from hfopt.schema import Change, Finding, RankLag, Sample, Window
@@ -332,7 +332,7 @@ class Journal:
         self._points: deque[str] = deque(maxlen=_POINTS)  # as JSON already: each is written a hundred times
         self.state: dict[str, Any] = {"pid": os.getpid(), "step": 0, "max_steps": 0, "findings": [], "ended": False}
 
-    @patient(_LOG)
+    @retried_each_time(_LOG)
     def write(self, kind: str, **fields: Any) -> None:
         lost = self.faults.lost.get(_LOG, 0)
         if lost > self._told_lost:
@@ -351,7 +351,7 @@ class Journal:
     def finding(self, finding: Finding, step: int) -> None:
         self.write("finding", step=step, **asdict(finding))
 
-    @patient("the CSV file")
+    @retried_each_time("the CSV file")
     def _row(self, window: Window, figures: Mapping[str, float]) -> None:
         if self._csv is not None:
             from hfopt.monitor.metrics import KEYS, PREFIX
@@ -359,7 +359,7 @@ class Journal:
             times = {"time": round((self._now or time.time)(), 3), "first_step": window.first_step, "last_step": window.last_step}
             self._csv.write({**times, **{name: figures.get(PREFIX + name) for name in KEYS}})
 
-    @patient("the live view")
+    @retried_each_time("the live view")
     def live(self, sample: Sample | None, line: str, data_wait: float | None) -> None:
         """The file `hfopt watch` reads: replaced as a whole, so a reader never sees half of it."""
         if sample is not None:
@@ -369,14 +369,14 @@ class Journal:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_whole(target, f'{head[:-1]}, "points": [{", ".join(self._points)}]}}')
 
-    @patient("the note for the first rank")
+    @retried_each_time("the note for the first rank")
     def note(self, stamps: Sequence[Stamp], figures: Mapping[str, float], *, ended: bool = False) -> None:
         now_s = time.monotonic()
         if self._note is not None and (ended or now_s - self._noted_s >= _NOTE_EACH_S):
             self._noted_s = now_s
             self._note.write(stamps=stamps, summary=figures, ended=ended)
 
-    @harmless(_LOG)
+    @switched_off_on_error(_LOG)
     def close(self) -> None:
         self._log.close()
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.fault_guard import Faults, switched_off_on_error
 
 
 class ForwardCount:
@@ -119,7 +119,7 @@ class InputWatch:
         self.rows = self.tokens = self._masked = self._unmasked = 0
         return taken
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not module.training or not torch.is_grad_enabled():
             return
@@ -173,7 +173,7 @@ class InputWatch:
             self._unmasked += unmasked
             self._masked += size - unmasked
 
-    @harmless(_PART)
+    @switched_off_on_error(_PART)
     def _after(self, module: Any, args: Any, output: Any) -> None:
         counting, self._counting = self._counting, None
         if counting is not None:

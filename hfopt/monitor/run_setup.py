@@ -130,7 +130,7 @@ def facts_of(args: Any, state: Any, place: TrainingPlace, plan: Any, model: Any 
         pcie_bytes_per_s=place.gpus[0].pcie_bytes_per_s if place.gpus else None,
         planned=changes,
         planned_gain=gain,
-        pair_stays=pair_stays(plan),
+        keeps_accumulation=keeps_accumulation(plan),
         layers=sum(1 for part in model.modules() if next(part.children(), None) is None) if model is not None else None,
     )
 
@@ -150,7 +150,7 @@ def growing_gradients(trainer: Any, plan: Any) -> str | None:
     return words(type(base).__name__, trainer.args.gradient_accumulation_steps) if grows else None
 
 
-def pair_stays(plan: Any) -> bool:
+def keeps_accumulation(plan: Any) -> bool:
     found = getattr(getattr(plan, "facts", plan), "neutrality", None)
     return found is not None and not found.neutral
 

@@ -66,7 +66,7 @@ def parts(window: Window) -> list[tuple[str, float]]:
     return sorted(((name, share) for name, share in shares(window).items() if share >= 0.005), key=lambda pair: -pair[1])
 
 
-def closing(window: Window, figures: Mapping[str, float], findings: Sequence[Finding], log: Path | None) -> str:
+def final_lines(window: Window, figures: Mapping[str, float], findings: Sequence[Finding], log: Path | None) -> str:
     lines = [
         f"hfopt: {window.steps} steps in {format_seconds(window.seconds)} after the first one: {one_line(figures)}",
         f"hfopt: time: {', '.join(f'{name} {format_percent(share)}' for name, share in parts(window))}",
@@ -108,8 +108,8 @@ def report(history: History) -> str:
 
 def _report(history: History) -> Iterator[str]:
     total = history.total
-    yield f"{history.path.parent}: {what(history)}"
-    yield ending(history)
+    yield f"{history.path.parent}: {run_words(history)}"
+    yield ending_words(history)
     if history.earlier_sessions:
         yield f"(the log holds {history.earlier_sessions} earlier session{'s' if history.earlier_sessions > 1 else ''}; this is the last)"
     if total is None:
@@ -125,7 +125,7 @@ def _report(history: History) -> Iterator[str]:
     yield from _notes(history)
 
 
-def what(history: History) -> str:
+def run_words(history: History) -> str:
     """'BertModel on A10, 2 ranks (transformers 5.22.2, torch 2.15.0)'"""
     head = history.header
     cards = ", ".join(str(gpu.get("name")) for gpu in head.get("gpus", ())) or head.get("device", "unknown device")
@@ -135,7 +135,7 @@ def what(history: History) -> str:
     return f"{head.get('model')} on {cards}{ranks}" + (f" ({software})" if software else "")
 
 
-def ending(history: History) -> str:
+def ending_words(history: History) -> str:
     of = f" of {history.header['max_steps']}" if history.header.get("max_steps") else ""
     if history.finished:
         return f"finished at step {history.summary['step'] if history.summary else 0}{of}"
@@ -202,8 +202,8 @@ def compare(before: History, after: History) -> str:
 
 
 def _compare(before: History, after: History) -> Iterator[str]:
-    yield f"before  {before.path.parent}: {ending(before)}"
-    yield f"after   {after.path.parent}: {ending(after)}"
+    yield f"before  {before.path.parent}: {ending_words(before)}"
+    yield f"after   {after.path.parent}: {ending_words(after)}"
     yield ""
     yield f"{'':<20}{'before':>12}{'after':>12}{'change':>14}"
     for row in differences(before, after):
@@ -279,8 +279,8 @@ def view(history: History) -> RunView:
     limits_w = [card.power_limit_w for card in cards if card.power_limit_w]
     return RunView(
         name=str(history.path.parent.parent if history.path.parent.name == "hfopt" else history.path.parent),
-        what=what(history),
-        ending=ending(history),
+        what=run_words(history),
+        ending=ending_words(history),
         begin_s=max(0.0, windows[0][0] - began_time - windows[0][1].seconds) if windows else 0.0,
         points=tuple(_point(written - began_time, window) for written, window in windows),
         marks=_marks(history),

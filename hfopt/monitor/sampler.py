@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.fault_guard import Faults, switched_off_on_error
 from hfopt.monitor.host_usage import HostReading, switches
 from hfopt.monitor.step_clock import LONG_S
 from hfopt.schema import Gpu, GpuReading, Sample
@@ -283,16 +283,16 @@ class Sampler:
             stops.append(now)
         return sum(max(0.0, min(end, ended_s) - max(begin, began_s)) for begin, end in stops)
 
-    @harmless("the look whether training goes on")
+    @switched_off_on_error("the look whether training goes on")
     def _is_over(self) -> bool:
         return self._over is not None and self._over()
 
-    @harmless("live view")
+    @switched_off_on_error("live view")
     def _tell(self, sample: Sample) -> None:
         if self._each is not None:
             self._each(sample)
 
-    @harmless("GPU readings")
+    @switched_off_on_error("GPU readings")
     def _read_gpus(self) -> tuple[GpuReading, ...]:
         if self._gpus is None:
             return ()
@@ -303,7 +303,7 @@ class Sampler:
         self._seen = present
         return readings
 
-    @harmless("CPU and RAM readings")
+    @switched_off_on_error("CPU and RAM readings")
     def _read_host(self) -> HostReading:
         return self._host.read()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-class CardsOf:
+class CardsOfProcess:
     """Of all cards those on which the processes hold memory; every card if the driver does not tell who holds what."""
 
     def __init__(self, cards: OwnCards) -> None:
@@ -41,7 +41,7 @@ class CardsOf:
         return tuple(reading for reading in readings if reading.own_used_bytes) if told else readings
 
 
-class Onlooker:
+class ProcessWatcher:
     """`look()` gives what the live file of a monitored run would hold."""
 
     def __init__(self, pid: int, *, first_wait_s: float = 0.5) -> None:
@@ -53,7 +53,7 @@ class Onlooker:
         except psutil.Error as error:
             raise LogError(f"there is no process {pid} that can be read", hint="see `ps` for the process id of the training") from error
         cards = open_cards(None, tree)
-        source = CardsOf(cards) if isinstance(cards, OwnCards) else None
+        source = CardsOfProcess(cards) if isinstance(cards, OwnCards) else None
         self._pid, self._points, self._cores = pid, deque[dict[str, float | None]](maxlen=120), host().cores
         self._sampler = Sampler(gpus=source, host=HostProbe(pid, cores=self._cores), faults=Faults(to_stderr), ring=2)
         self._sampler.tick()

@@ -28,7 +28,7 @@ from hfopt.monitor import log as journal
 from hfopt.monitor import metrics, run_setup, run_text
 from hfopt.monitor.diagnose import Judge, sentence
 from hfopt.monitor.evidence import GrowthWatch
-from hfopt.monitor.fault_guard import Faults, harmless
+from hfopt.monitor.fault_guard import Faults, switched_off_on_error
 from hfopt.monitor.history import receipt_lines, receipt_of
 from hfopt.monitor.host_usage import HostProbe
 from hfopt.monitor.log import NAME, Journal
@@ -56,7 +56,7 @@ class Options:
     max_log_bytes: int = journal.MOST_BYTES
 
     def log_path(self, output_dir: str | None, rank: int) -> Path:
-        """`<output_dir>/hfopt/monitor.jsonl` unless told otherwise; a rank other than the first has its own file beside it."""
+        """`<output_dir>/hfopt/monitor.jsonl` unless another is given; a rank other than the first has its own file beside it."""
         target = self.output if self.output is not None else Path(output_dir or ".") / "hfopt"
         path = target if target.suffix == ".jsonl" else target / NAME
         return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
@@ -65,16 +65,16 @@ class Options:
 _ENTRY = "train"
 
 
-class Presence:
-    """Made inside train(), asked from another thread."""
+class TrainCall:
+    """One call of train(): made inside it, asked from another thread whether it still runs."""
 
     def __init__(self, trainer: Any) -> None:
         self._thread = threading.get_ident()
         on_stack = set(_codes(sys._getframe(1)))
         self._entries = {number: code for number, code in _entries(trainer).items() if number in on_stack}
 
-    def here(self) -> bool:
-        """True also where it cannot be told."""
+    def runs(self) -> bool:
+        """True also where nobody can know."""
         if not self._entries:
             return True
         return any(number in self._entries for number in _codes(sys._current_frames().get(self._thread)))
@@ -93,7 +93,7 @@ def _entries(trainer: Any) -> dict[int, CodeType]:
     return {id(function.__code__): function.__code__ for function in found if hasattr(function, "__code__")}
 
 
-_BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is told window by window
+_BUDGET, _GRACE_S = 0.002, 0.005  # the latter is about ten windows: a short run is reported window by window
 _LATEST = 100  # entries of the Trainer's own log
 _RANKS_EACH_S, _WAIT_FOR_RANKS_S = 10.0, 2.0
 
@@ -132,7 +132,7 @@ class WatchSession:
             self.say(f"hfopt: warning: {fault}")
         self.clock = StepClock(self._now, lambda began_s, ended_s: self._sampler.stopped_s(began_s, ended_s))
         host = HostProbe(thread=threading.current_thread(), cores=self._place.cores)
-        self._presence = Presence(training.trainer)
+        self._call = TrainCall(training.trainer)
         self._sampler = Sampler(
             gpus=self._place.cards, host=host, faults=self.faults, interval_s=options.interval_s, each=self._live, over=self._is_over
         )
@@ -203,7 +203,7 @@ class WatchSession:
             self._begin()
             self.event = self._among_ranks if self._world > 1 else self.clock.event
 
-    @harmless("the windows")
+    @switched_off_on_error("the windows")
     def _begin(self) -> None:
         self._meter.begin(self._state)
 
@@ -265,7 +265,7 @@ class WatchSession:
         self.journal.state.update(ended=True, step=state.global_step)
         self.journal.live(None, "", self._data_wait)
         self.journal.close()
-        self.say(run_text.closing(total, figures, findings, self.journal.path))
+        self.say(run_text.final_lines(total, figures, findings, self.journal.path))
         if receipt is not None:
             lines = receipt_lines(receipt, (finding.cause for finding in findings))
             self.say("\n".join(f"hfopt: plan for {receipt.planned_for}: {line}" for line in lines))
@@ -286,12 +286,12 @@ class WatchSession:
             self._place.cards.close()
 
     def _is_over(self) -> bool:
-        if self._presence.here():
+        if self._call.runs():
             return False
         self._interrupted()
         return True
 
-    @harmless("the note of the end")
+    @switched_off_on_error("the note of the end")
     def _interrupted(self) -> None:
         """An error, Ctrl-C or sys.exit() left train(): nobody calls on_train_end any more. A fork that ends is not the run that ends."""
         if os.getpid() != self._pid:
@@ -326,11 +326,11 @@ class WatchSession:
         if self._first and self._options.report and self._handler is not None:
             self._report(args, state, control, figures)
 
-    @harmless("reporting")
+    @switched_off_on_error("reporting")
     def _report(self, args: Any, state: Any, control: Any, figures: dict[str, float]) -> None:
         metrics.report(self._handler, args, state, control, figures)
 
-    @harmless("diagnosis")
+    @switched_off_on_error("diagnosis")
     def _verdict(self) -> None:
         self.journal.note(list(self.clock.stamps), {})
         now_s = time.monotonic()
@@ -361,7 +361,7 @@ class WatchSession:
         self.journal.live(sample, line, wait)
         self._show(line)
 
-    @harmless("the live status")
+    @switched_off_on_error("the live status")
     def _show(self, line: str) -> None:
         if self._options.live and self._first and self._handler is not None:
             metrics.show(self._handler.callbacks, line)

@@ -165,7 +165,7 @@ class RunFacts:
     pcie_bytes_per_s: float | None = None
     planned: tuple[Change, ...] = ()  # the planner's, when there is a plan
     planned_gain: float | None = None
-    pair_stays: bool = False  # the planner found that trading batch for accumulation would change the gradients
+    keeps_accumulation: bool = False  # the planner found that trading batch for accumulation would change the gradients
     lags: tuple[RankLag, ...] = ()
     context_bytes: int | None = None  # of the CUDA context, when known
     layers: int | None = None  # modules without modules of their own: each is a handful of operations

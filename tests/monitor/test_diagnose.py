@@ -183,7 +183,7 @@ def test_nothing_is_traded_where_the_plan_says_that_gradients_would_change() -> 
         one, run = ILL[cause]
         args = {**run.args, "gradient_accumulation_steps": 4}
         free = diagnose(one, replace(run, args=args))
-        fixed = diagnose(one, replace(run, args=args, pair_stays=True))
+        fixed = diagnose(one, replace(run, args=args, keeps_accumulation=True))
         keys = [{change.key for found in all_ for change in found.changes if found.cause == cause} for all_ in (free, fixed)]
         assert "gradient_accumulation_steps" in keys[0] and "gradient_accumulation_steps" not in keys[1]
         assert "per_device_train_batch_size" not in keys[1]

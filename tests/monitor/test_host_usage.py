@@ -15,7 +15,7 @@ import pytest
 
 from hfopt.monitor import host_usage
 from hfopt.monitor.host_usage import HostProbe
-from hfopt.monitor.screen import CardsOf
+from hfopt.monitor.screen import CardsOfProcess
 from hfopt.schema import GpuReading
 
 
@@ -110,7 +110,7 @@ def test_of_all_cards_those_that_the_process_uses_are_shown() -> None:
     def shown(*used: int | None) -> list[str]:
         readings = tuple(GpuReading(uuid=f"GPU-{number}", own_used_bytes=size) for number, size in enumerate(used))
         cards: Any = SimpleNamespace(read=lambda: readings)
-        return [reading.uuid for reading in CardsOf(cards).read()]
+        return [reading.uuid for reading in CardsOfProcess(cards).read()]
 
     assert shown(0, 5, None) == ["GPU-1"]
     assert shown(None, None) == ["GPU-0", "GPU-1"], "the driver does not tell"

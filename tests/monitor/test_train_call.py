@@ -1,11 +1,11 @@
-"""Whether train() goes on is seen from another thread, beside code of any kind."""
+"""Another thread sees whether train() still runs, beside code of any kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import CodeType
 
-from hfopt.monitor.session import Presence
+from hfopt.monitor.session import TrainCall
 
 
 class Trainer:
@@ -20,18 +20,18 @@ def with_a_slice(code: CodeType) -> CodeType:
 
 def test_it_is_seen_while_train_runs_and_not_after() -> None:
     trainer = Trainer()
-    presence = trainer.train(lambda: Presence(trainer))
-    assert isinstance(presence, Presence)
-    assert trainer.train(presence.here) is True
-    assert presence.here() is False
+    call = trainer.train(lambda: TrainCall(trainer))
+    assert isinstance(call, TrainCall)
+    assert trainer.train(call.runs) is True
+    assert call.runs() is False
 
 
 def test_code_that_cannot_be_hashed_may_be_on_the_stack() -> None:
     trainer = Trainer()
 
     def compiled() -> tuple[bool, bool]:
-        presence = Presence(trainer)
-        return presence.here(), bool(presence._entries)
+        call = TrainCall(trainer)
+        return call.runs(), bool(call._entries)
 
     compiled.__code__ = with_a_slice(compiled.__code__)
     assert trainer.train(compiled) == (True, True)
