@@ -254,8 +254,8 @@ def identify(product_name: str, memory_bytes: int) -> Gpu | None:
     return min(found, key=lambda gpu: (abs(gpu.memory_bytes - memory_bytes), gpu.peak_flops["fp32"]), default=None)
 
 
-def reckon(gpu: Gpu, *, cores: int | None, clock_mhz: float | None) -> Gpu:
-    """A card that is not in the catalog, with SMs and peaks reckoned from its cores and clock at its architecture's lowest known rates."""
+def estimated(gpu: Gpu, *, cores: int | None, clock_mhz: float | None) -> Gpu:
+    """A card that is not in the catalog, its SMs and peaks estimated from its cores and clock at its architecture's lowest known rates."""
     if gpu.capability is None or not cores or not clock_mhz:
         return gpu
     family = [one for one in table()["architectures"].values() if one["capability"][0] == gpu.capability[0]]

@@ -297,7 +297,7 @@ def _gpu(device: nvml.NvmlDevice) -> Gpu | None:
         mig=device.parent is not None,
     )
     if known is None:
-        return catalog.reckon(gpu, cores=device.cores, clock_mhz=device.max_sm_clock_mhz)
+        return catalog.estimated(gpu, cores=device.cores, clock_mhz=device.max_sm_clock_mhz)
     gpu = replace(
         gpu,
         capability=gpu.capability or known.capability,
@@ -352,8 +352,8 @@ def _remarks(gpus: tuple[Gpu, ...]) -> Iterator[str]:
         if gpu.vendor != "nvidia":
             yield f"{gpu.name} is planned by memory only: hfopt has no speed figures for {gpu.vendor.capitalize()} devices"
         elif gpu.catalog_name is None:
-            reckoned = "its speed is reckoned from cores and clocks" if gpu.peak_flops else "it is planned by memory only"
-            yield f"{gpu.name} is not in the catalog: {reckoned}"
+            rated = "its speed is estimated from cores and clocks" if gpu.peak_flops else "it is planned by memory only"
+            yield f"{gpu.name} is not in the catalog: {rated}"
     if len({(gpu.name, gpu.memory_bytes) for gpu in gpus}) > 1:
         smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
         listed = ", ".join(f"{gpu.name} {format_bytes(gpu.memory_bytes)}" for gpu in gpus)

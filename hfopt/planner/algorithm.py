@@ -159,7 +159,7 @@ def _planned(
 
     def searched() -> SearchResult:
         found = search()
-        return found if device.gpu is None or not found.ranked else unless_for_nothing(found, current, feeding)
+        return found if device.gpu is None or not found.ranked else own_first_where_loader_limits(found, current, feeding)
 
     found = searched()
     if not found.ranked:
@@ -289,13 +289,13 @@ class Search:
         return NothingFits(f"{error}, at the config's accumulation of {self.subject.job.accumulation}", hint=hint)
 
 
-def unless_for_nothing(found: SearchResult, current: Candidate, feeding: Feeding) -> SearchResult:
+def own_first_where_loader_limits(found: SearchResult, current: Candidate, feeding: Feeding) -> SearchResult:
     """The config's own settings first, where the loader allows the winner no more samples than them: it would take memory for nothing."""
     (winner, time), own = found.ranked[0], dict(found.ranked).get(current)
     if own is None or winner == current or winner.per_device_batch < current.per_device_batch:
         return found
     loader = feeding.planned(winner, time)
-    rates = [feeding.fed(one, alone, loader).samples_per_s for one, alone in ((winner, time), (current, own))]
+    rates = [feeding.limited(one, alone, loader).samples_per_s for one, alone in ((winner, time), (current, own))]
     if rates[0] > (1 + TIE) * rates[1]:
         return found
     others = tuple(pair for pair in found.ranked if pair[0] != current)

@@ -376,7 +376,7 @@ def _alternatives(course: PlanningOutcome, feeding: Feeding, loader: LoaderPlan)
     others = [pair for pair in course.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
     memories = course.pricing.nearest_memories([candidate for candidate, _ in others])
     priced = [
-        Priced(candidate=candidate, memory=memory, time=feeding.fed(candidate, time, loader))
+        Priced(candidate=candidate, memory=memory, time=feeding.limited(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
         if memory.device_bytes <= course.device.budget_bytes
     ]

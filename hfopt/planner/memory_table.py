@@ -25,8 +25,8 @@ from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import compile_note
 from hfopt.pricing.evaluation_choice import (
     NOT_ESTIMATED,
-    Behind,
     EvaluationReading,
+    InterruptedTraining,
     eval_batch_of,
     evaluation_peak,
     read_evaluation,
@@ -245,18 +245,18 @@ def memory_table(
 def _evaluation(
     subject: Subject, reading: EvaluationReading, pricing: Pricing, candidate: Candidate, room: int | None, notes: list[str]
 ) -> EvaluationPeak | None:
-    """The first one, behind the config's own training; a note says why there is none."""
+    """The first one, after the config's own training; a note says why there is none."""
     notes += reading.notes
-    candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, behind an eager training
+    candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, after an eager training
     training = pricing.estimate(candidate).curve
     allowed = None if room is None else room - training.context_bytes
-    behind = Behind(training=training, batch=subject.job.per_device_batch, room_bytes=allowed)
+    interrupted = InterruptedTraining(curve=training, batch=subject.job.per_device_batch, room_bytes=allowed)
     try:
         curve = trace_evaluation(subject, reading, *pricing.traced_as(pricing.settings(candidate)))
     except TraceError as error:
         notes.append(f"{NOT_ESTIMATED}: {error}")
         return None
-    return evaluation_peak(curve, behind, reading.settings, eval_batch_of(subject))
+    return evaluation_peak(curve, interrupted, reading.settings, eval_batch_of(subject))
 
 
 def _row(pricing: Pricing, candidate: Candidate, available: int | None, *, is_asked: bool) -> MemoryRow:

@@ -162,7 +162,7 @@ def _cores(host: Host, demand: Demand) -> str:
     return f"{host.cores:g} core{'' if host.cores == 1 else 's'}{shared}"
 
 
-def fed(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_on_node: int = 1) -> StepTime:
+def limited_by_loader(time: StepTime, loader: LoaderPlan, host: Host, *, samples: int, ranks_on_node: int = 1) -> StepTime:
     """The step as the loader lets it run, for `samples` per rank: without workers it waits for every sample, with them it is no faster
     than they are."""
     prepare_s = samples * loader.sample_s
@@ -277,16 +277,16 @@ class Feeding:
 
     def _gains(self, candidate: Candidate, time: StepTime, plan: LoaderPlan, now: LoaderPlan) -> bool:
         """Whether the step runs faster by more than a prediction can tell apart."""
-        planned, current = (self.fed(candidate, time, loader).samples_per_s for loader in (plan, now))
+        planned, current = (self.limited(candidate, time, loader).samples_per_s for loader in (plan, now))
         return plan.workers > now.workers and planned > (1 + TIE) * current
 
     def chosen(self, candidate: Candidate, time: StepTime, memory: MemoryPeak, *, fits: bool, loader: LoaderPlan) -> Chosen:
-        return Chosen(candidate=candidate, memory=memory, time=self.fed(candidate, time, loader), loader=loader, fits=fits)
+        return Chosen(candidate=candidate, memory=memory, time=self.limited(candidate, time, loader), loader=loader, fits=fits)
 
-    def fed(self, candidate: Candidate, time: StepTime, loader: LoaderPlan) -> StepTime:
+    def limited(self, candidate: Candidate, time: StepTime, loader: LoaderPlan) -> StepTime:
         """The step with the loader's limit."""
         samples = candidate.per_device_batch * candidate.accumulation
-        return fed(time, loader, self.machine, samples=samples, ranks_on_node=self.ranks)
+        return limited_by_loader(time, loader, self.machine, samples=samples, ranks_on_node=self.ranks)
 
     @cached_property
     def machine(self) -> Host:

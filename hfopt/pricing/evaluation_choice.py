@@ -125,7 +125,7 @@ def _generation(subject: Subject) -> GenerationSettings | None:
 
 @dataclass(kw_only=True)
 class FirstEvaluation:
-    """Prices the first evaluation behind the training of any candidate; each setting of the model is traced once."""
+    """Prices the first evaluation after training with any candidate; each setting of the model is traced once."""
 
     subject: Subject
     pricing: Pricing
@@ -219,13 +219,13 @@ class FirstEvaluation:
         return self._peaks[key]
 
     def _priced(self, candidate: Candidate, batch: int, accumulation_steps: int | None) -> EvaluationPeak | None:
-        candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, behind an eager training
+        candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, after an eager training
         curve, training = self._curve(candidate), self.pricing.estimate(candidate).curve
         if curve is None:
             return None
         settings = replace(self.reading.settings, accumulation_steps=accumulation_steps)
-        behind = Behind(training=training, batch=candidate.per_device_batch, room_bytes=self.pricing.room_bytes(candidate))
-        return evaluation_peak(curve, behind, settings, batch)
+        interrupted = InterruptedTraining(curve=training, batch=candidate.per_device_batch, room_bytes=self.pricing.room_bytes(candidate))
+        return evaluation_peak(curve, interrupted, settings, batch)
 
     def _curve(self, candidate: Candidate) -> EvaluationCurve | None:
         """What an evaluation does does not depend on optimizer, accumulation and checkpointing."""
@@ -258,17 +258,17 @@ class FirstEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Behind:
+class InterruptedTraining:
     """The training that an evaluation interrupts."""
 
-    training: MemoryCurve
+    curve: MemoryCurve
     batch: int
     room_bytes: int | None  # what the allocator may reserve; None: no card is known
 
 
-def evaluation_peak(curve: EvaluationCurve, behind: Behind, settings: EvaluationSettings, batch: int) -> EvaluationPeak:
-    replay = curve.replay(behind.training, behind.batch, settings, batch, capacity_bytes=behind.room_bytes)
-    whole = replay if replay.fits else curve.replay(behind.training, behind.batch, settings, batch)
+def evaluation_peak(curve: EvaluationCurve, interrupted: InterruptedTraining, settings: EvaluationSettings, batch: int) -> EvaluationPeak:
+    replay = curve.replay(interrupted.curve, interrupted.batch, settings, batch, capacity_bytes=interrupted.room_bytes)
+    whole = replay if replay.fits else curve.replay(interrupted.curve, interrupted.batch, settings, batch)
     return EvaluationPeak(
         batch=batch,
         accumulation_steps=settings.accumulation_steps,
@@ -277,7 +277,7 @@ def evaluation_peak(curve: EvaluationCurve, behind: Behind, settings: Evaluation
             batch=batch,
             allocated_bytes=whole.allocated_bytes,
             reserved_bytes=max(whole.allocated_bytes, replay.reserved_bytes),
-            context_bytes=behind.training.context_bytes,
+            context_bytes=interrupted.curve.context_bytes,
         ),
         kept_bytes_per_sample=curve.kept_bytes_per_sample(settings),
         fits=replay.fits,

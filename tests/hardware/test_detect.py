@@ -152,7 +152,7 @@ def test_different_cards_the_smallest_rules_and_it_is_said(driver: NvmlStandin) 
     assert any("smallest memory rules" in note for note in found.notes)
 
 
-def test_a_card_outside_the_catalog_is_reckoned(driver: NvmlStandin) -> None:
+def test_a_card_outside_the_catalog_is_estimated(driver: NvmlStandin) -> None:
     driver.card(0, name="NVIDIA GeForce RTX 3075", max_sm_mhz=1725)
     (gpu,) = detect().gpus
     known = catalog.find("3070")
@@ -162,7 +162,7 @@ def test_a_card_outside_the_catalog_is_reckoned(driver: NvmlStandin) -> None:
     assert any("not in the catalog" in note for note in detect().notes)
 
 
-def test_a_card_of_a_known_family_is_reckoned_at_its_lowest_rates(driver: NvmlStandin) -> None:
+def test_a_card_of_a_known_family_is_estimated_at_its_lowest_rates(driver: NvmlStandin) -> None:
     driver.card(0, name="NVIDIA GB10", capability=121, cores=6144, max_sm_mhz=2400, total_mib=None)
     (gpu,) = detect().gpus
     assert gpu.sms == 48

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hfopt.planner.algorithm import unless_for_nothing
+from hfopt.planner.algorithm import own_first_where_loader_limits
 from hfopt.planner.search import TIE, SearchResult, Space, best_first, candidates
 from hfopt.schema import Candidate, Checkpointing, StepTime
 
@@ -179,9 +179,9 @@ def test_what_the_loader_does_not_let_run_faster_is_no_gain(limit: float | None,
         def planned(self, candidate: Candidate, alone: StepTime) -> None:
             return None
 
-        def fed(self, candidate: Candidate, alone: StepTime, loader: object) -> StepTime:
+        def limited(self, candidate: Candidate, alone: StepTime, loader: object) -> StepTime:
             return time(min(alone.samples_per_s, limit or alone.samples_per_s))
 
     found = SearchResult(ranked=((other, time(300.0)), (own, time(200.0))), rejected=())
-    first = unless_for_nothing(found, own, Loader()).ranked[0][0]  # type: ignore[arg-type]
+    first = own_first_where_loader_limits(found, own, Loader()).ranked[0][0]  # type: ignore[arg-type]
     assert first == {"own": own, "other": other}[wins]

@@ -16,7 +16,7 @@ from hfopt.pricing.dataloader import (
     WORKER_RAM_BYTES,
     Demand,
     SampleCost,
-    fed,
+    limited_by_loader,
     measure_cost,
     plan_loader,
     typical_cost,
@@ -85,8 +85,8 @@ def test_workers_that_wait_share_the_cores() -> None:
     assert busy.workers == 1 and waiting.workers == 6
     assert "hold the step back" in busy.reason and "waits 90 %" in waiting.reason
     step = StepTime(step_s=32 / 500, busy_s=0.06, samples_per_s=500.0, tokens_per_s=None, mfu=None, bound="compute")
-    assert fed(step, busy, two_cores, samples=32).step_s == pytest.approx(32 * 8e-3)
-    assert fed(step, waiting, two_cores, samples=32).step_s == pytest.approx(step.step_s)
+    assert limited_by_loader(step, busy, two_cores, samples=32).step_s == pytest.approx(32 * 8e-3)
+    assert limited_by_loader(step, waiting, two_cores, samples=32).step_s == pytest.approx(step.step_s)
 
 
 def test_how_much_of_a_sample_is_waiting_is_measured() -> None:
