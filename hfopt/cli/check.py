@@ -36,7 +36,7 @@ def check(
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write there; may be CONFIG itself.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON on stdout.")] = False,
     form: Annotated[str, typer.Option("--format", help="text, github (annotations of a workflow) or sarif (code scanning).")] = "text",
-    only_configs: Annotated[bool, typer.Option("--only-configs", help="Pass over files that hold no TrainingArguments.")] = False,
+    only_configs: Annotated[bool, typer.Option("--only-configs", help="Skip files that hold no TrainingArguments.")] = False,
     fail_on: Annotated[str, typer.Option("--fail-on", help="error: warnings are shown, and the exit code stays 0.")] = "warning",
     world_size: Annotated[int | None, typer.Option("--world-size", min=1, help="Number of data-parallel processes.")] = None,
     accelerate: Accelerate = None,

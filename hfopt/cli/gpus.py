@@ -17,7 +17,7 @@ _PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 def gpus(
     name: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", autocompletion=complete_gpu, help="A card, forgivingly: rtx 4060 laptop, A100-80GB."),
+        typer.Argument(metavar="NAME", autocompletion=complete_gpu, help="A card by any usual name: rtx 4060 laptop, A100-80GB."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:

@@ -96,7 +96,7 @@ def print_error(error: HfoptError) -> None:
     try:
         hint = error.hint
     except KeyboardInterrupt:
-        hint = "interrupted: what would help was not worked out"
+        hint = "interrupted before it was known what would help"
     if hint:
         remark(f"  {said(hint)}\n")
 

@@ -31,7 +31,7 @@ def run(
     fallback: Annotated[bool, typer.Option("--fallback/--no-fallback", help="Survive running out of memory, or not.")] = True,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="How often to start again from the last checkpoint.")] = 3,
     hang_after: Annotated[
-        float, typer.Option("--hang-after", metavar="SECONDS", min=0, help="Name a rank that makes no step for so long; 0: never.")
+        float, typer.Option("--hang-after", metavar="SECONDS", min=0, help="Report a rank that has made no step for this long; 0: never.")
     ] = 1800.0,
     restart_hung: Annotated[bool, typer.Option("--restart-hung", help="Also end it, and resume from the last checkpoint.")] = False,
     config: Annotated[

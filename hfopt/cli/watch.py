@@ -18,7 +18,7 @@ def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a run; else the newest below here.")] = Path(),
     pid: Annotated[int | None, typer.Option(help="Any training process instead; without the monitor its steps are not known.")] = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one look to stdout and end, as without a terminal.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once to stdout and exit, as happens without a terminal.")] = False,
 ) -> None:
     """Watch a live run, and what holds it back. Loss, ETA, utilization, memory, data wait.
 

@@ -66,7 +66,7 @@ def more_loader(window: Window, run: RunFacts) -> SettingAdvice:
         reason = f"{full}, so each sample must become cheaper (tokenize beforehand, smaller images, a faster disk)"
         return SettingAdvice(changes=(Change(key="dataset", before=None, after="preprocessed", reason=reason),))
     gain = train_s / max(compute_s, loading_s / workers) - 1
-    there = f"a worker keeps {100 * (busy or 0.0):.0f} % of a core busy and waits else" if waiting else f"{cores} cores are there"
+    there = f"a worker keeps {100 * (busy or 0.0):.0f} % of a core busy and otherwise waits" if waiting else f"{cores} cores are there"
     reason = f"loading takes {loading_s / compute_s:.1f} times as long as computing; {there}"
     changes = [_change(run, "dataloader_num_workers", workers, reason)]
     if not run.args.get("dataloader_persistent_workers"):

@@ -153,7 +153,7 @@ class Judge:
         util = 100 * sum(utils) / len(utils)
         if util < self._warn_below:
             self._low_said = True
-            text = f"the GPU ran a kernel in only {util:.0f} % of the time (warn_below={self._warn_below:.0f}); no single cause explains it"
+            text = f"the GPU ran kernels for only {util:.0f} % of the time (warn_below={self._warn_below:.0f}); no single cause explains it"
             self._journal.write("warning", step=window.last_step, message=text)
             self._say(f"hfopt: {text}")
 

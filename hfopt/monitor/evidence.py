@@ -297,7 +297,7 @@ def near_limit(window: Window, run: RunFacts, limits: Thresholds) -> Finding | N
         near = allocated >= limits.near_limit_allocated or (used >= limits.near_limit and allocated >= limits.near_limit_allocated - 0.1)
     if not near:
         return None
-    message = f"memory is nearly full ({format_percent(used)} of the card): a longer batch or an evaluation may run out"
+    message = f"memory is nearly full ({format_percent(used)} of the card): a longer batch or an evaluation may not fit"
     evidence = {"used_share": used, "allocated_share": allocated}
     return finding("near_limit", confidence(max(used, allocated or 0.0), 0.88, 0.98), evidence, message, advice.less_memory(run))
 

@@ -306,7 +306,7 @@ class WatchSession:
         if window is None:
             return
         if window.stopped_s:
-            text = f"the process stood still for {format_seconds(window.stopped_s)} (stopped or frozen); that time counts nowhere"
+            text = f"the process stood still for {format_seconds(window.stopped_s)} (stopped or frozen); that time is not counted"
             self.journal.write("warning", step=state.global_step, message=text)
             self.say(f"hfopt: {text}")
         self._unreported.append(window)

@@ -233,7 +233,7 @@ class Search:
             found = self._best_of(traced)
             if not found.ranked:
                 raise
-            self.interrupted = f"interrupted: the best of {len(traced)} of {len(pool)} settings, neither tried nor with its evaluation"
+            self.interrupted = f"interrupted: the best of {len(traced)} of {len(pool)} settings, not tried, its evaluation not priced"
             return found
 
     def _best_of(self, pool: Sequence[Candidate]) -> SearchResult:
@@ -258,7 +258,7 @@ class Search:
         elif "accumulation" not in self.request.allow and subject.loaded is not None:
             from hfopt.probe.neutrality import probe
 
-            self.progress("asking whether batch may be traded for accumulation")
+            self.progress("checking whether batch may be traded for accumulation")
             self.neutrality = probe(subject.job, subject.workload) or (_unknown(subject, by_rule=True) if grows_by_rule(subject) else None)
 
     def _with_accumulation(self, free: SearchResult) -> SearchResult:
@@ -310,5 +310,5 @@ def _unknown(subject: Subject, *, by_rule: bool = False) -> Neutrality:
         neutral=False,
         ratio=1.0,
         fixable=by_rule,
-        reason=f"{subject.workload.model_class}: its loss could not be asked whether it is neutral to accumulation",
+        reason=f"{subject.workload.model_class}: could not check whether its loss is neutral to accumulation",
     )

@@ -232,7 +232,7 @@ class _Contest:
 
     def _refused(self, engine: Engine, *, asked: bool) -> str | None:
         if engine.family == "deepspeed" and not asked and find_spec("deepspeed") is None:
-            return f"DeepSpeed is not installed here; --engine {engine.key} plans for it all the same"
+            return f"DeepSpeed is not installed here; --engine {engine.key} plans for it anyway"
         if engine.family == "ddp":
             return self._too_large(least_state_bytes(self.subject), "weights, gradients and optimizer states")
         if "fsdp2" in self.plans and engine.zero_stage == 3:

@@ -46,7 +46,7 @@ def explain_with_config(report: OomReport, config: str, request: Request, *, pro
     """By the log and by the replay of the config's own step."""
     plain = explain(report)
     if report.cause not in _ON_THE_CARD:
-        return replace(plain, notes=("the config was not needed: it is not the card's memory that ran out",))
+        return replace(plain, notes=("the config was not needed: it was not the card's memory that ran out",))
     subject, notes = _subject(report, config, request)
     replayed = _Replay(report, subject, request, progress)
     replay = replayed.result()
