@@ -31,6 +31,19 @@ def test_links_lead_somewhere(document: Path) -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+OF_OTHERS = {"run_clm.py", "file.py", "path/to/file.py"}
+OF_TODAY = [path for path in DOCUMENTS if path.name not in ("comparison.md", "CHANGELOG.md") and path.parent.name != "notes"]
+"""Not: what names modules of other projects, and what tells how it was then."""
+
+
+@pytest.mark.parametrize("document", OF_TODAY, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_that_are_named_are_there(document: Path) -> None:
+    """`search.py` or `planner/search.py`, with or without what is in it."""
+    there = [f"/{path.relative_to(ROOT)}" for path in ROOT.rglob("*.py")]
+    named = set(re.findall(r"`([\w/.-]+\.py)\b", document.read_text())) - OF_OTHERS
+    assert {name for name in named if not any(path.endswith(f"/{name}") for path in there)} == set()
+
+
 def test_every_document_is_linked_from_the_front() -> None:
     front = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     for document in ROOT.glob("docs/*.md"):

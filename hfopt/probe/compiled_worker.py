@@ -1,7 +1,7 @@
 """The child of a compiled estimate: a few of the Trainer's compiled steps on the virtual GPU, and what the allocator noted of them.
 
 Started by compiled_step.py as `python -m hfopt.probe.compiled_worker FOLDER`; reads FOLDER/order.pickle, writes FOLDER/steps.json. The
-kernels are written by Inductor and not made (`compat.inductor_patches`): nothing would run them.
+kernels are written by Inductor and not made (`compat.torch_patches`): nothing would run them.
 
 The first step of each run is eager, so that what a model decides in its first forward (BERT's kind of problem) costs no second compile.
 Where the order asks how often a run compiles, Dynamo alone traces two more steps, the first one too: counting needs no Inductor.
