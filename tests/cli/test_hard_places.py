@@ -147,7 +147,7 @@ def interrupted(command: list[str], folder: Path, *, after_s: float, once: Path 
             family |= family_of(process.pid)
             os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    _, left = psutil.wait_procs(list(family.values()), timeout=20)
+    _, left = psutil.wait_procs(list(family.values()), timeout=60)
     assert not left, left
     return process.returncode, said
 

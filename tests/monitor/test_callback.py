@@ -202,7 +202,7 @@ def test_a_training_that_raised_leaves_no_thread_and_no_hook(tmp_path: Path) -> 
     with pytest.raises(RuntimeError, match="broken batch"):
         run.train()
     for thread in sampling_threads():
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     assert not sampling_threads()
     assert not run.model._forward_pre_hooks
     assert lines(tmp_path)[-1]["kind"] == "interrupted" and lines(tmp_path)[-1]["step"] < 12
