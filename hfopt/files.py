@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and where hfopt keeps what it need not find out twice.
+"""Files written whole or not at all, and the folder where hfopt keeps what it need not find out again.
 
 What hfopt writes is written beside its place and renamed onto it, so that no reader ever sees half of it. Answers are kept in one folder
 of the user's own, which nobody else can read or write: a folder or a link that somebody else put at its name is refused.

@@ -1,4 +1,4 @@
-"""What others wrote, made fit to be shown: no credential (known by its key or its form), nothing that steers a terminal."""
+"""Text from others, made safe to show: no credential (known by its key or its form), nothing that steers a terminal."""
 
 from __future__ import annotations
 

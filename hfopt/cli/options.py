@@ -1,4 +1,4 @@
-"""Options that several commands have, and words that must be one of a few.
+"""Options that several commands share, and the checks of words that must be one of a few.
 
 Words of the command line that must be one of a few: a wrong one is answered with those there are, and a shell completes them.
 """

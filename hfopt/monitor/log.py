@@ -1,4 +1,4 @@
-"""The run's diary: JSON Lines, flushed, bounded by rotation, readable after a kill; and what a line must hold to be believed.
+"""The run's diary: JSON Lines, flushed, bounded by rotation, readable after a kill; and the checks a line passes when it is read back.
 
 A line is checked against types, the dataclasses of hfopt/schema among them; what is unknown is passed over, what is wrong is a TypeError
 that names its place. Numbers are finite and of a size a run can have, so that no arithmetic on them can fail.

@@ -1,4 +1,4 @@
-"""What is found out once when training begins, and the first line of the log that says it.
+"""What is determined once when training begins, and the log's first line, which records it.
 
 The first line of the log: what runs on what, with which versions; never a token, a host name or a path that is not the run's.
 """

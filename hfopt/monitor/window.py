@@ -1,4 +1,4 @@
-"""Many samples become one window: closing it, and joining windows to a longer one.
+"""Readings joined into one window, and windows joined into a longer one.
 
 Closes a window: what the clock, the sampler, the input hook and torch's allocator counted becomes one `Window`.
 """

@@ -1,1 +1,1 @@
-"""Commands as children of ours: one in the foreground that gets our signals, and ones that must leave nothing behind."""
+"""Child processes: a command in the foreground that gets our signals, and children that must leave nothing behind."""

@@ -1,4 +1,4 @@
-"""Commands as children of ours: one in the foreground that gets our signals, and ones that may hang or fork and must leave nothing behind.
+"""Starts child processes: a command in the foreground that gets our signals, and children that may hang or fork.
 
 The command is started by a guard (child_guard.py) that ends it at the time limit and when this process dies, however it dies.
 """
