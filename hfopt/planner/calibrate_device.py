@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -20,7 +20,7 @@ from hfopt.hardware.detect import detect
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, from_file
 from hfopt.pricing.target_device import config_step, world_of
-from hfopt.schema import Candidate, Gpu, Hardware, OpCost, Trial
+from hfopt.schema import Candidate, Gpu, Hardware, OpCost
 from hfopt.speed.calibration import CPU, Calibration, calibrated, scaled
 from hfopt.speed.device_speed import Speed, cpu_speed, speed_of
 from hfopt.speed.kernel_rates import KernelRates, kernel_rates
@@ -40,8 +40,6 @@ _MODEL = {
     "max_position_embeddings": TOKENS,
 }
 STEP_WORDS = f"Llama of 8 layers of 256, {BATCH} × {TOKENS} tokens, float32"
-
-DryRun = Callable[..., Trial]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,6 @@ from typing import Any
 from hfopt.schema import Candidate, Change, Chosen, LoaderPlan
 from hfopt.units import format_bytes, format_rate, format_seconds
 
-LOADER_KEYS = ("dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "dataloader_persistent_workers")
 PYTORCH_PREFETCH = 2  # torch.utils.data.DataLoader with workers, when nothing is said
 
 LIGER_REASON = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import Any
 
 from hfopt.job.subject import Subject
 from hfopt.model.stored_workload import sample_of
@@ -28,8 +28,6 @@ RAM_SHARE = 0.25  # of the free RAM may be held by the queues
 WORKER_RAM_BYTES = (
     350 << 20
 )  # a forked worker's own pages: Python, torch, the dataset's handles (resident set measured on Linux, torch 2.13)
-
-Modality = Literal["text", "image", "audio", "spectrogram", "image_text", "custom"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
