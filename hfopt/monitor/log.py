@@ -34,7 +34,7 @@ from hfopt.files import write_whole
 from hfopt.monitor.fault_guard import Faults, retried_each_time, switched_off_on_error
 from hfopt.monitor.metrics import metrics
 from hfopt.monitor.step_clock import Stamp
-from hfopt.schema import Change, Finding, RankLag, Sample, Window
+from hfopt.schema import Change, Finding, MeetingGap, RankLag, Sample, Window
 
 _MOST = 1e18  # bytes, seconds, tokens: no figure of a run is larger
 
@@ -250,10 +250,8 @@ class CsvLog:
             writer.writerow(["" if value is None else value for value in row.values()])
 
 
-Where = Literal["after backward", "data", "before forward", "forward"]
-
 Stamps = Mapping[int, tuple[float, ...]]
-_WHERE: tuple[Where, ...] = ("after backward", "data", "before forward", "forward")  # in the order of the clock, from meeting to meeting
+_GAPS: tuple[MeetingGap, ...] = get_args(MeetingGap)
 _MARKS = (3, 0, 1, 2)  # where these stand in a stamp
 _MIN_STEPS = 3
 
@@ -275,7 +273,7 @@ def _lag(rank: int, stamps: Mapping[int, Stamps], steps: Sequence[int], step_s: 
     if not one_host:
         late = [value - min(late) for value in late]
     worst = max(late)
-    where = next(place for place, value in zip(_WHERE, late, strict=True) if value >= 0.8 * worst or value == worst)
+    where = next(place for place, value in zip(_GAPS, late, strict=True) if value >= 0.8 * worst or value == worst)
     return RankLag(rank=rank, lag_s=max(0.0, worst), step_s=step_s, where=where)
 
 

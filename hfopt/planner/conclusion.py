@@ -11,6 +11,7 @@ from functools import partial
 
 from hfopt.facts.argument_effects import unseen
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
+from hfopt.facts.oom_advice import EXPANDABLE
 from hfopt.facts.training_keys import CHECKPOINTING_KWARGS, NEW_SPELLINGS
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
@@ -90,7 +91,7 @@ def _expandable_segments(facts: PlanFacts, pricing: Pricing) -> Iterator[Advice]
         yield Advice(
             title="expandable segments would give memory back",
             detail=f"{format_bytes(saved)} of the {format_bytes(plain.reserved_bytes)} reserved are fragments by prediction",
-            flag="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            flag=EXPANDABLE,
         )
 
 

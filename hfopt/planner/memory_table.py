@@ -33,7 +33,7 @@ from hfopt.pricing.evaluation_choice import (
     trace_evaluation,
 )
 from hfopt.pricing.grpo import colocated_vllm, evaluation_notes, held_words, room_beside
-from hfopt.pricing.target_device import memory_pricing
+from hfopt.pricing.target_device import allocator_note, memory_pricing
 from hfopt.schema import (
     BatchPoint,
     BatchShape,
@@ -293,8 +293,7 @@ def _remarks(workload: Workload, settings: StepSettings, gpu: Gpu | None) -> lis
         count = settings.sharding.world_size
         devices = "one device" if count == 1 else f"{count} devices"
         remarks.append(f"{devices}, {_ENGINE_WORDS[settings.sharding.engine]}{'' if count == 1 else ': the figures are those of one'}")
-    if settings.allocator:
-        remarks.append(f"the allocator as the environment sets it here: {settings.allocator}")
+    remarks.extend(allocator_note(settings))
     if gpu is not None and gpu.capability is not None and not gpu.supports(settings.precision):
         remarks.append(f"{gpu.name} has no {settings.precision}: it needs compute capability 8.0")
     if gpu is not None and gpu.capability is None:

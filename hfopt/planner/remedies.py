@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from hfopt.config.other_tools import LLAMA_FACTORY
 from hfopt.facts.argument_effects import FOREACH_ADAM, FUSED_ADAM, TORCH_ADAM
+from hfopt.facts.oom_advice import EXPANDABLE
 from hfopt.job.subject import Subject
 from hfopt.planner.choices import LIGER, why_no_liger
 from hfopt.schema import Lora, Quantization, Sharding, TrainJob
@@ -19,7 +20,6 @@ from hfopt.units import format_bytes
 
 Effect = Literal["same", "rounding", "hardware", "training"]
 EFFECTS: tuple[Effect, ...] = ("same", "rounding", "hardware", "training")
-EXPANDABLE = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 SHORTEST_SHARE = 4  # of the asked length: a shorter text is another task
 ON_HOST_BYTES = 16  # float32 weight, gradient and Adam's two states of one trained weight, as DeepSpeed's CPU Adam keeps them
 LORA = Lora(r=16, alpha=32, target_modules="all-linear")

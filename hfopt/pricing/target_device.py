@@ -185,6 +185,10 @@ def allocator_conf() -> str | None:
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 
+def allocator_note(settings: StepSettings) -> tuple[str, ...]:
+    return (f"the allocator as the environment sets it here: {settings.allocator}",) if settings.allocator else ()
+
+
 def config_step(subject: Subject, world: World) -> StepSettings:
     """The config's own step on the device that is planned for, as one rank of its world takes it."""
     gpu = subject.hardware.smallest
@@ -230,8 +234,7 @@ def device_of(subject: Subject, request: Request) -> TargetDevice:
     notes.extend(figures.notes)
     world = world_of(subject)
     base = config_step(subject, world)
-    if base.allocator:
-        notes.append(f"the allocator as the environment sets it here: {base.allocator}")
+    notes.extend(allocator_note(base))
     if world.ranks.world_size > 1:
         link, words = link_of(hardware, asked=request.link_rate, nodes=request.nodes)
         speed = replace(speed, link_bytes_per_s=link)

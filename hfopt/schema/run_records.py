@@ -144,6 +144,10 @@ class Window:
         return count / self.seconds if count is not None and self.seconds > 0 else None
 
 
+MeetingGap = Literal["after backward", "data", "before forward", "forward"]
+"""Between two points where ranks wait for each other; in the order of the clock, from meeting to meeting."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLag:
     """How much later than the others one rank comes to the points where they wait for each other, per step."""
@@ -151,7 +155,7 @@ class RankLag:
     rank: int
     lag_s: float
     step_s: float
-    where: Literal["after backward", "data", "before forward", "forward"]
+    where: MeetingGap
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
