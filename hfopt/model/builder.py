@@ -31,10 +31,9 @@ from hfopt.compat.torch_patches import parameters_on_meta
 from hfopt.compat.transformers_patches import sdpa_stands_in
 from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
-from hfopt.model.heads import Head, config_for
 from hfopt.model.losses import REFERENCE
 from hfopt.model.quantize import adapters, quantize
-from hfopt.model.sources import ConfigSource
+from hfopt.model.sources import ConfigSource, Head, config_for
 from hfopt.model.trl_trainer import TrlSetup
 from hfopt.model.vision_language import freeze_parts, modules_of_parts
 from hfopt.schema import Assumption, Lora, ModelPart, ModelSpec, Task

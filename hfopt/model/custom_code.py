@@ -24,9 +24,8 @@ from torch import nn
 
 from hfopt.errors import WorkloadError
 from hfopt.model.builder import add_lora, build_here, freeze, skeleton
-from hfopt.model.heads import Head
 from hfopt.model.losses import why_batch_dependent
-from hfopt.model.sources import ConfigSource
+from hfopt.model.sources import ConfigSource, Head
 from hfopt.schema import Assumption, BatchShape, ModelSpec, Task, Workload
 
 

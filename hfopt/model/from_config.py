@@ -21,7 +21,6 @@ from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
 from hfopt.model.builder import FAILURES, Recipe, assumed_build, checkpoint_dtype, dtype_name, skeleton, uses_flash, weights_dtype
 from hfopt.model.custom_code import from_reference, remote_config, remote_head
-from hfopt.model.heads import Head, choose_head, labelled
 from hfopt.model.losses import (
     NOTES,
     PAIRED,
@@ -34,7 +33,7 @@ from hfopt.model.losses import (
     why_batch_dependent,
 )
 from hfopt.model.sample_shape import Reading, size_batch
-from hfopt.model.sources import ConfigSource, is_reference, source_of, stated_model
+from hfopt.model.sources import ConfigSource, Head, choose_head, is_reference, labelled, source_of, stated_model
 from hfopt.model.trl_trainer import carried_trainer, trl_classes, trl_loss
 from hfopt.model.trl_workload import PICTURED, Pictured, cut_images, in_one_row, trl_batches, trl_notes, trl_setup
 from hfopt.schema import GENERATING, Assumption, ConfigFacts, DataSpec, LengthSpread, ModelSpec, Task, TrainJob, Workload

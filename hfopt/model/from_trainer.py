@@ -20,7 +20,6 @@ from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpoi
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, Unpadded, accepted_inputs
 from hfopt.model.builder import build_here, checkpoint_dtype, is_flash, repeated_blocks
-from hfopt.model.heads import task_of_class
 from hfopt.model.loading import mark_loaded
 from hfopt.model.losses import carry, companions, known_dependence, modules_of, own_loss, why_batch_dependent
 from hfopt.model.quantize import stand_in
@@ -35,6 +34,7 @@ from hfopt.model.samples import (
     same_random_state,
     token_count,
 )
+from hfopt.model.sources import task_of_class
 from hfopt.schema import Assumption, BatchShape, ConfigFacts, DataSpec, LengthSpread, Task, Workload
 
 _FROM_CONFIG = "plan from the config (hfopt plan CONFIG) instead of from the live trainer"

@@ -232,7 +232,7 @@ def _frames(config: Any, main_input: str, seconds: float) -> tuple[int | None, i
 
 def _without_placeholders(config: Any) -> bool:
     """Image and text meet in a contrastive loss, or the text is the target alone."""
-    from hfopt.model.heads import CONTRASTIVE
+    from hfopt.model.sources import CONTRASTIVE
 
     return config.model_type in CONTRASTIVE or config.model_type == "vision-encoder-decoder"
 
