@@ -162,7 +162,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "launch/trainer_hooks": ("transformers.trainer.Trainer",),
         "model/builder": ("transformers.modeling_layers.GradientCheckpointingLayer", "transformers.PreTrainedModel._from_config"),
         "model/from_trainer": ("transformers.Trainer._get_collator_with_removed_columns",),
-        "model/heads": ("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
+        "model/sources": ("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
         "model/custom_code": ("transformers.dynamic_module_utils.get_class_from_dynamic_module",),
         "monitor/metrics": (
             "transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK",
