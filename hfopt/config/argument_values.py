@@ -47,6 +47,8 @@ def _judge(key: str, value: Any, field: Field) -> ValueVerdict:
     kinds = field.kinds | ALSO_TAKES.get(key, frozenset())
     if value is None:
         return _judge_null(key, kinds)
+    if key == "gradient_checkpointing" and value == "unsloth":  # its own way to do it; TrainingArguments takes any text for true
+        return ValueVerdict(usable=True)
     if isinstance(value, str) and UNRESOLVED.search(value) and (not kinds or not kinds & {"str", "dict"}):
         message = f"{key} is {shown(key, value)}, which only another program can fill in"
         return ValueVerdict(usable=None, code="unresolved", message=message, fix="write the value itself, or resolve the file first")

@@ -14,7 +14,17 @@ from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import beyond_one_model, stage_notes
 from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
-from hfopt.config.trained_parts import frozen_parts, image_facts, tuning_method
+from hfopt.config.trained_parts import (
+    adapter_to_go_on_with,
+    first_number,
+    frozen_parts,
+    image_facts,
+    lora_of,
+    method_word,
+    states_rank,
+    strings,
+    tuning_method,
+)
 from hfopt.config.trainer_kind import read_task
 from hfopt.facts.training_keys import installed, trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
@@ -44,10 +54,15 @@ _NO_ADAPTER = (
 def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpec:
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
-    lora, quantization = method.lora or _lora(facts, factory), _quantization(facts, factory)
+    lora, quantization = method.lora or lora_of(facts, factory), _quantization(facts, factory)
     notes = (*method.notes, *(stage_notes(facts) if factory else ()))
     if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
         lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
+    elif lora is None and not factory and (goes_on := adapter_to_go_on_with(facts)) is not None:
+        lora, notes = (
+            _ASSUMED_LORA,
+            (*notes, f"{goes_on} is an adapter that trains on; its size is not in the file: LoRA r=16 on all linear layers"),
+        )
     task, labels = read_task(facts, trainer, is_factory=factory)
     name = model_name(facts)
     return ModelSpec(
@@ -59,8 +74,9 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         widens_trained=method.last_layers is not None and not facts.true("pure_bf16"),
         attn_implementation=_attention(facts),
         lora=lora,
+        guessed_adapter=lora is not None and not states_rank(facts) and method.stands_for is None,
         quantization=quantization,
-        frozen=_strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
+        frozen=strings(facts.get("frozen_modules", "freeze_modules", "frozen_prefixes")),
         frozen_parts=frozen_parts(facts, is_factory=factory or is_swift(facts)),
         num_labels=labels,
         reference=_reference(facts, trainer, args),
@@ -116,7 +132,7 @@ def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | N
     if trainer in ("DPO", "KTO"):
         alone = facts.text("pref_loss") in ("orpo", "simpo") or facts.true("reference_free", "precompute_ref_log_probs")
         return False if alone else None
-    beta = _first(facts.number("beta"), args.get("beta"), 0)
+    beta = first_number(facts.number("beta"), args.get("beta"), 0)
     return beta > 0 if trainer in ("GRPO", "RLOO") else None
 
 
@@ -166,83 +182,6 @@ def _attention(facts: Facts) -> str | None:
     return {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "fa3": "flash_attention_3"}.get(facts.text("flash_attn") or "")
 
 
-def _lora(facts: Facts, factory: bool) -> Lora | None:
-    if facts.false("use_peft", "use_lora", "lora_enabled", "lora_enable", "enable_lora") or any(
-        value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
-    ):
-        return None
-    kind, swift = facts.text("finetuning_type"), (facts.text("train_type", "sft_type", "tuner_type") or "").lower()
-    word = swift or _method(facts)
-    if factory:
-        if (kind or "lora") != "lora":
-            return None
-        rank = facts.whole("lora_rank") or 8
-        alpha, dropout = facts.number("lora_alpha") or 2 * rank, facts.number("lora_dropout") or 0.0
-        target = facts.get("lora_target") or "all"
-    else:
-        nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
-        flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
-        asked = word in _LORA_WORDS or facts.true(
-            "use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora", "lora_enable", "enable_lora"
-        )
-        asked = asked or any(value is True for _, value in facts.all("enabled", under=_LORA_SECTIONS))
-        if word in _FULL_WORDS or (nested is None and flat is None and not asked):
-            return None
-        rank = flat or nested or (8 if swift == "lora" else 16)
-        alpha = _first(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
-        dropout = _first(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
-        target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
-        target = (
-            target or facts.get("target", "targets", "modules", "keys", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
-        )
-    return Lora(
-        r=rank,
-        alpha=float(alpha),
-        dropout=float(dropout),
-        target_modules=_target(target),
-        modules_to_save=_strings(facts.get("lora_modules_to_save", "modules_to_save", "additional_target")),
-        use_dora=facts.true("use_dora"),
-        use_rslora=facts.true("use_rslora"),
-    )
-
-
-_LORA_WORDS, _FULL_WORDS = frozenset({"lora", "qlora", "dora", "rslora"}), frozenset({"full", "full_finetune", "full_finetuning"})
-
-
-def _method(facts: Facts) -> str:
-    """`method: qlora`, `training_type: full`: how a script's file says what trains."""
-    for _, value in facts.all(
-        "peft_method", "peft_type", "training_type", "tuning_method", "finetuning_method", "finetune_type", "method", "adapter"
-    ):
-        if isinstance(value, str) and (word := value.lower().replace("-", "_")) in _LORA_WORDS | _FULL_WORDS:
-            return word
-    return ""
-
-
-_LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
-
-
-def _first(*values: Any) -> float:
-    numbers = (value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
-    return next(float(value) for value in numbers if isinstance(value, float) or value.bit_length() < 64)
-
-
-def _target(target: Any) -> tuple[str, ...] | str | None:
-    if isinstance(target, list) and len(target) == 1 and isinstance(target[0], str):
-        target = target[0]  # TRL and axolotl hand a single text to peft, which takes it for a pattern
-    if target in ("all", "all-linear"):
-        return "all-linear"
-    if isinstance(target, str) and re.search(r"[\\()*|\[$^]", target):
-        return target
-    return _strings(target) or None
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(part.strip() for part in value.split(",") if part.strip())
-    return tuple(str(part) for part in value) if isinstance(value, list) else ()
-
-
 def _quantization(facts: Facts, factory: bool) -> Quantization | None:
     bits = _quantized_bits(facts)
     if bits is None:
@@ -266,7 +205,7 @@ def _quantized_bits(facts: Facts) -> Literal[4, 8] | None:
         return None
     written, name = facts.whole("quantization_bit", "quant_bits", "quantization_bits", "bits", "kbit"), (model_name(facts) or "").lower()
     said = (facts.text("quantization", "quantization_strategy", "quantize", "quantization_mode", "load_in") or "").lower()
-    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name or _method(facts) == "qlora":
+    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name or method_word(facts) == "qlora":
         return 4
     if facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
         return 8
@@ -322,6 +261,7 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
         **image_facts(facts),
         audio_seconds=facts.number(*_AUDIO_SECONDS),
         samples=_samples(facts),
+        samples_at_most=facts.whole(*_COUNTS) is None and facts.whole(*_LIMITS) is not None,
         assumed=_generated_parts(facts, trainer) if trainer in ("GRPO", "RLOO") else (),
     )
 
@@ -333,13 +273,17 @@ def _packing(facts: Facts, trainer: Trainer) -> bool:
     return packed or pretraining
 
 
+_COUNTS, _LIMITS = ("num_train_samples", "train_samples"), ("max_train_samples", "max_samples")
+_NO_LIMIT = 100_000_000  # samples: a limit above it says that all are meant
+
+
 def _samples(facts: Facts) -> int | None:
     """LLaMA-Factory's max_samples holds for each of its datasets."""
-    stated = facts.whole("max_train_samples", "num_train_samples", "max_samples", "train_samples")
+    stated = facts.whole(*_COUNTS, *_LIMITS)
     if stated is None and is_swift(facts):
         return swift_samples(facts)
-    many = len(_strings(facts.get("dataset"))) if is_llama_factory(facts) else 1
-    return None if stated is None else stated * max(1, many)
+    many = len(strings(facts.get("dataset"))) if is_llama_factory(facts) else 1
+    return None if stated is None or stated > _NO_LIMIT else stated * max(1, many)
 
 
 def read_evaluation_spec(facts: Facts) -> EvaluationSpec:

@@ -146,6 +146,7 @@ def broken_rules(facts: Facts) -> Iterator[FactoryRule]:
     return (rule for rule in RULES if rule.broken(facts))
 
 
+_STAGES = ("pt", "sft", "rm", "ppo", "dpo", "kto", "orpo")  # llamafactory 0.9.5, hparams/finetuning_args.py; orpo: until 0.7
 _OF_PPO = ("num_ppo_epochs", "ppo_epochs", "total_episodes", "cliprange_value", "vf_coef")  # trl's PPOConfig, past and present
 _OF_SELF_DISTILLATION = ("num_loss_tokens_to_skip", "generate_from_teacher")  # trl's SDFTConfig (experimental)
 _TEACHERS = ("teacher_model_name_or_path", "teacher_model", "teacher_model_path", "teacher_name_or_path", "teacher")
@@ -156,6 +157,10 @@ def beyond_one_model(facts: Facts) -> str | None:
     """Why a step of the trained model alone says nothing of the job: others work on the card beside it."""
     if facts.has(*_OF_PPO) or "ppo" in ((facts.text("stage") or "").lower(), (facts.text("rlhf_type") or "").lower()):
         return "PPO trains a policy and a value model beside a reward and a reference model, and generates between its updates"
+    if facts.has("finetuning_type") and _stage(facts) not in _STAGES:
+        return (
+            f"stage {_stage(facts)} is none of LLaMA-Factory's ({', '.join(_STAGES)}): what a fork's own stage computes is not known here"
+        )
     if facts.has(*_OF_SELF_DISTILLATION):
         return "self-distillation generates with the model that it trains, beside a copy of it that teaches"
     if facts.text("judge") is not None and facts.has("missing_eos_penalty", "max_new_tokens", "reward_model_path"):

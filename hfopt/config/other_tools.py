@@ -198,7 +198,7 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
         return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": not facts.false("use_reentrant_gc")}}
     if dialect is MS_SWIFT:
         return swift_defaults(facts, args, world_size)
-    found = _of_a_whole_batch(facts, args, world_size)
+    found = _of_a_whole_batch(facts, args, world_size) | _evaluated_by_a_script(facts, args)
     if facts.false("use_gpu", "use_cuda") and "use_cpu" not in args:
         found["use_cpu"] = True
     given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config")
@@ -224,6 +224,20 @@ def _of_a_whole_batch(facts: Facts, args: Mapping[str, Any], world_size: int) ->
     whole = facts.whole(*WHOLE_BATCHES) or (facts.whole(*MAYBE_WHOLE) if facts.whole("micro_batch_size") == micro else None)
     steps, rest = divmod(whole or 0, micro * world_size)
     return {ACCUMULATION: steps} if steps > 1 and rest == 0 else {}
+
+
+_EVALUATED = (
+    *("eval_file", "eval_path", "eval_jsonl", "eval_data", "eval_data_path", "eval_data_file", "eval_dataset_path", "eval_manifest"),
+    *("val_file", "val_path", "val_data", "val_data_path", "dev_file", "dev_path", "valid_file", "valid_path", "validation_path"),
+)
+
+
+def _evaluated_by_a_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
+    """`eval_steps` beside data to evaluate on under a script's own name, or a best model: the script adds the strategy."""
+    steps, told = args.get("eval_steps"), {"eval_strategy", "do_eval"} & args.keys()
+    if told or not isinstance(steps, int | float) or not (args.get("load_best_model_at_end") is True or facts.text(*_EVALUATED)):
+        return {}
+    return {"eval_strategy": "steps"}
 
 
 def _of_seq2seq_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Loaded:
     found: tuple[FoundProblem, ...]  # the findings about keys, with what --upgrade does about them
     transformers_version: str  # what it was checked against
     unread: tuple[str, ...] = ()  # sentences about keys that are set and that no figure shows
+    aside: frozenset[Problem] = frozenset()  # those of the problems that other profiles have than the job's
 
     def place_of(self, key: str) -> Place | None:
         """Where the file sets an argument; None where it does not."""
@@ -134,7 +135,7 @@ def _load_translated(document: Document, made: Translation, present: Installed, 
             trainer=made.trainer,
             raw=args,
             settings=trainer_settings(args, made.trainer),
-            model=replace(model, float32_modules=made.float32_modules, notes=(*model.notes, *made.notes)),
+            model=replace(model, guessed_adapter=False, float32_modules=made.float32_modules, notes=(*model.notes, *made.notes)),
             data=read_data(facts, made.trainer),
             per_device_batch=int(args[BATCH]),
             accumulation=int(args[ACCUMULATION]),
@@ -191,13 +192,14 @@ class _Reading:
         args: dict[str, Any] = {}
         homes: dict[str, Home] = {}
         found: list[FoundProblem] = []
+        aside: list[FoundProblem] = []
         trainer = trainer_kind(self.facts, self.document.path, self.document.resolved)
         dialect = dialect_of(self.facts, trainer)
         if self.present is not installed():  # the TRL beside another transformers is not known
             dialect = replace(dialect, gone={})
         for section in self.layout.checked:
             read = SectionReader(self.document, section, self.present, dialect).read()
-            found.extend(read.found)
+            (aside if self.layout.main is not None and section in self.layout.rivals else found).extend(read.found)
             if section not in self.layout.rivals:
                 args = {**read.args, **args}
                 homes = homes if section in self.layout.around else {**self._homes(section, read.args), **homes}
@@ -209,7 +211,7 @@ class _Reading:
                 job = self._job(
                     {**implied(dialect, self.facts, args, self.world_size), **_trl_arguments(self.facts, trainer), **args}, trainer, homes
                 )
-        problems = list(dict.fromkeys([item.problem for item in found])) + list(self._about_the_file(found))
+        problems = list(dict.fromkeys(item.problem for item in (*found, *aside))) + list(self._about_the_file(found))
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(
             job=job,
@@ -218,7 +220,8 @@ class _Reading:
             document=self.document,
             layout=self.layout,
             homes=homes,
-            found=tuple(found),
+            found=(*found, *aside),
+            aside=frozenset(item.problem for item in aside),
             transformers_version=self.present.version,
             unread=tuple(unread(self.facts, ((), *(section.path for section in self.layout.checked)))) if job is not None else (),
         )
@@ -274,7 +277,9 @@ class _Reading:
             trainer=trainer,
             raw=args,
             settings=trainer_settings(args, trainer),
-            model=replace(model, loads_itself=loads_itself),
+            model=replace(
+                model, loads_itself=loads_itself, guessed_adapter=model.guessed_adapter and own_script and not dialect.own_reader
+            ),
             data=read_data(self.facts, trainer),
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),

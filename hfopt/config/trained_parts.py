@@ -194,3 +194,123 @@ def _frozen_notes(facts: Facts) -> tuple[str, ...]:
     if extra is not None:
         notes.append(f"freeze_extra_modules: {extra}: not planned to train, which takes less")
     return tuple(notes)
+
+
+def lora_of(facts: Facts, factory: bool) -> Lora | None:
+    if facts.false("use_peft", "use_lora", "lora_enabled", "lora_enable", "enable_lora") or any(
+        value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
+    ):
+        return None
+    kind, swift = facts.text("finetuning_type"), (facts.text("train_type", "sft_type", "tuner_type") or "").lower()
+    word = swift or method_word(facts)
+    if factory:
+        if (kind or "lora") != "lora":
+            return None
+        rank = facts.whole("lora_rank") or 8
+        alpha, dropout = facts.number("lora_alpha") or 2 * rank, facts.number("lora_dropout") or 0.0
+        target = facts.get("lora_target") or "all"
+    else:
+        nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
+        flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
+        asked = word in _LORA_WORDS or facts.true(
+            "use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora", "lora_enable", "enable_lora"
+        )
+        asked = asked or any(value is True for _, value in facts.all("enabled", under=_LORA_SECTIONS))
+        if word in _FULL_WORDS or (nested is None and flat is None and not asked):
+            return None
+        rank = flat or nested or (8 if swift == "lora" else 16)
+        alpha = first_number(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
+        dropout = first_number(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
+        target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
+        target = (
+            target or facts.get("target", "targets", "modules", "keys", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
+        )
+    return Lora(
+        r=rank,
+        alpha=float(alpha),
+        dropout=float(dropout),
+        target_modules=_target(target),
+        modules_to_save=strings(facts.get("lora_modules_to_save", "modules_to_save", "additional_target")),
+        use_dora=facts.true("use_dora"),
+        use_rslora=facts.true("use_rslora"),
+    )
+
+
+_STARTS = (
+    "sft",
+    "init",
+    "initial",
+    "base",
+    "start",
+    "starting",
+    "resume",
+    "resume_from",
+    "warm_start",
+    "stage1",
+    "previous",
+    "prev",
+    "pretrained",
+)
+_GIVEN_ADAPTERS = (
+    *(f"{word}_{kind}{end}" for word in _STARTS for kind in ("adapter", "lora") for end in ("_path", "_dir", "", "_name_or_path")),
+    *(
+        "adapter_init_path",
+        "peft_model_name_or_path",
+        "peft_model_path",
+        "peft_model_id",
+        "init_from_adapter",
+        "load_adapter",
+        "lora_checkpoint",
+    ),
+)
+
+
+def adapter_to_go_on_with(facts: Facts) -> str | None:
+    """The adapter that a script loads and trains on, where nothing says that the whole model trains."""
+    if facts.false("use_peft", "use_lora") or method_word(facts) in _FULL_WORDS:
+        return None
+    return facts.text(*_GIVEN_ADAPTERS)
+
+
+def states_rank(facts: Facts) -> bool:
+    return any(facts.whole(*names, under=under) for names, under in ((_RANKS, ()), (("r", "rank"), _LORA_SECTIONS))) or (
+        facts.whole("r") is not None and facts.has("lora_alpha", "lora_dropout")
+    )
+
+
+_RANKS = ("lora_r", "lora_rank")
+_LORA_WORDS, _FULL_WORDS = frozenset({"lora", "qlora", "dora", "rslora"}), frozenset({"full", "full_finetune", "full_finetuning"})
+
+
+def method_word(facts: Facts) -> str:
+    """`method: qlora`, `training_type: full`: how a script's file says what trains."""
+    for _, value in facts.all(
+        "peft_method", "peft_type", "training_type", "tuning_method", "finetuning_method", "finetune_type", "method", "adapter"
+    ):
+        if isinstance(value, str) and (word := value.lower().replace("-", "_")) in _LORA_WORDS | _FULL_WORDS:
+            return word
+    return ""
+
+
+_LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
+
+
+def first_number(*values: Any) -> float:
+    numbers = (value for value in values if isinstance(value, int | float) and not isinstance(value, bool))
+    return next(float(value) for value in numbers if isinstance(value, float) or value.bit_length() < 64)
+
+
+def _target(target: Any) -> tuple[str, ...] | str | None:
+    if isinstance(target, list) and len(target) == 1 and isinstance(target[0], str):
+        target = target[0]  # TRL and axolotl hand a single text to peft, which takes it for a pattern
+    if target in ("all", "all-linear"):
+        return "all-linear"
+    if isinstance(target, str) and re.search(r"[\\()*|\[$^]", target):
+        return target
+    return strings(target) or None
+
+
+def strings(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return tuple(str(part) for part in value) if isinstance(value, list) else ()

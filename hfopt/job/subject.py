@@ -56,8 +56,9 @@ class Subject:
     @property
     def assumed(self) -> tuple[Assumption, ...]:
         """The picture of the job, whole: the model and its batches, how much data there is, and the host that feeds it."""
-        samples = self.job.data.samples
-        size = Assumption(what="data size", value=None if samples is None else f"{samples} samples", settle="--samples")
+        data = self.job.data
+        count = f"at most {data.samples} samples" if data.samples_at_most else f"{data.samples} samples"
+        size = Assumption(what="data size", value=None if data.samples is None else count, settle="--samples")
         host, away = self.hardware.host, self.hardware.hypothetical
         away = away and self.named_host.cores is None
         cores = f"of {host.cores:g} cores" + (" as here" if away else "")
@@ -283,14 +284,15 @@ def _repaired(
 
 def _errors(loaded: Loaded, as_written: Loaded) -> tuple[list[Problem], tuple[str, ...]]:
     """Those that stop a plan, and the others as warnings; their lines are those of the file as it is, whose keys a repair may drop."""
-    places = {(problem.code, problem.key): problem.place for problem in as_written.problems}
-    left = [replace(problem, place=places.get((problem.code, problem.key), problem.place)) for problem in loaded.problems]
+    places = {(problem.code, problem.key): problem.place for problem in as_written.problems if problem not in as_written.aside}
+    ours = (problem for problem in loaded.problems if problem not in loaded.aside)
+    left = [replace(problem, place=places.get((problem.code, problem.key), problem.place)) for problem in ours]
     errors = [problem for problem in left if problem.severity == "error"]
     names = DECISIVE | {home.key for key, home in loaded.homes.items() if key in DECISIVE}
     decisive = [problem for problem in errors if problem.key is None or problem.key in names]
     others = [problem for problem in errors if problem not in decisive]
     others += [problem for problem in left if problem.code in ("not_divisible", "hydra")]  # of the devices named; of files not read
-    return decisive, tuple(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others)
+    return decisive, tuple(dict.fromkeys(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others))
 
 
 def _check_agreement(job: TrainJob, fixed: Mapping[str, Any]) -> None:
@@ -348,7 +350,7 @@ def asked(job: TrainJob, request: Request) -> TrainJob:
     if request.lengths:
         data = replace(data, lengths=request.lengths)
     if request.samples is not None:
-        data = replace(data, samples=request.samples)
+        data = replace(data, samples=request.samples, samples_at_most=False)
     return replace(job, model=model, data=data, kept=job.kept | request.keep, for_transformers=request.for_transformers)
 
 

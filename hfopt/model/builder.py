@@ -361,7 +361,7 @@ def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
     return (
         Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None or spec.loads_itself, settle="dtype"),
         Assumption(what="attention", value=attention, guessed=spec.attn_implementation is None, settle="attn_implementation"),
-        Assumption(what="adapter", value=adapter, settle="use_peft, lora_r"),
+        Assumption(what="adapter", value=adapter, guessed=spec.guessed_adapter, settle="use_peft, lora_r"),
         *alone,
     )
 

@@ -138,9 +138,9 @@ def _wider_than_stored(recipe: Recipe) -> tuple[str, ...]:
     stored = checkpoint_dtype(recipe.config) or "float32"
     if weights_dtype(recipe.spec, recipe.config) != torch.float32 or stored == "float32":
         return ()
-    return (
-        f"the weights are float32 (TRL's default where dtype is not stated) though the checkpoint is {stored}: dtype: {stored} halves them",
-    )
+    if recipe.spec.loads_itself:
+        return (f"the weights are taken to be float32, which TRL loads unless it is told; a script that loads them in {stored} takes half",)
+    return (f"the weights are float32 though the checkpoint is {stored}: dtype: {stored} halves them",)
 
 
 def _trl_at_depth(recipe: Recipe, data: DataSpec, layers: int) -> Workload | None:

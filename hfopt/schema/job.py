@@ -113,6 +113,7 @@ class ModelSpec:
     loads_itself: bool = False  # a script of the user's own makes the model: an unstated dtype is its affair
     attn_implementation: str | None = None
     lora: Lora | None = None
+    guessed_adapter: bool = False  # what the file says of it leaves its size open
     quantization: Quantization | None = None
     frozen: tuple[str, ...] = ()  # prefixes of modules that do not train
     frozen_parts: tuple[ModelPart, ...] = ()  # of a model of several, that do not train
@@ -147,6 +148,7 @@ class DataSpec:
     frames: int | None = None  # of a video
     audio_seconds: float | None = None
     samples: int | None = None  # number of training samples, when known
+    samples_at_most: bool = False  # that number is a limit the file sets: there may be fewer
     assumed: tuple[Assumption, ...] = ()  # lengths that the reader put together from others
 
 

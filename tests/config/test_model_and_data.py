@@ -519,3 +519,76 @@ def test_a_deepspeed_config_that_a_script_hands_on_is_read() -> None:
     ).settings.engine
     assert engine.deepspeed == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert job("model_name: org/llama-8b\ndeepspeed_config: {zero_stage: 2}").settings.engine.deepspeed is None
+
+
+@pytest.mark.parametrize("key", ["sft_adapter_path", "init_adapter_path", "resume_from_adapter", "peft_model_path"])
+def test_an_adapter_to_go_on_with_trains_instead_of_the_whole_model(key: str) -> None:
+    model = job(f"model_name: Qwen/Qwen2.5-0.5B\nbeta: 0.1\nmax_prompt_length: 64\n{key}: out/sft").model
+    assert model.lora is not None and model.guessed_adapter
+    assert any("out/sft is an adapter that trains on" in note for note in model.notes)
+
+
+@pytest.mark.parametrize(
+    "text", ["output: {adapter_dir: out/a}", "sft_adapter_path: out/a\nuse_peft: false", "sft_adapter_path: out/a\ntraining_type: full"]
+)
+def test_an_adapter_that_is_written_or_not_wanted_does_not_train(text: str) -> None:
+    assert job(f"model_name: Qwen/Qwen2.5-0.5B\n{text}").model.lora is None
+
+
+@pytest.mark.parametrize(
+    ("text", "guessed"),
+    [
+        ("peft_config: {extends: DEFAULT, use_peft: true}", True),
+        ("lora: {enabled: true, alpha: 16}", True),
+        ("lora: {r: 8}", False),
+        ("lora_r: 8", False),
+        ("r: 8\nlora_alpha: 16", False),
+        ("finetuning_type: lora\ntemplate: qwen", False),
+        ("use_peft: true\ndataset_name: d\nmodel_name_or_path: gpt2", False),  # TRL's own parser: its default counts
+    ],
+)
+def test_the_size_of_an_adapter_is_a_guess_where_a_script_keeps_it(text: str, guessed: bool) -> None:
+    model = job(f"{text}\n" + ("" if "gpt2" in text else "model_name: gpt2\nmy_own_key: 3")).model
+    assert (model.lora is not None, model.guessed_adapter) == (True, guessed)
+
+
+@pytest.mark.parametrize(
+    ("text", "samples", "at_most"),
+    [
+        ("max_samples: 100", 100, True),
+        ("max_train_samples: 100", 100, True),
+        ("num_train_samples: 100", 100, False),
+        ("max_samples: 100000000000", None, True),
+        ("max_samples: 100\nfinetuning_type: lora\ntemplate: x\ndataset: a, b", 200, True),
+    ],
+)
+def test_a_limit_on_samples_is_no_number_of_them(text: str, samples: int | None, at_most: bool) -> None:
+    data = job(f"model_name_or_path: gpt2\n{text}").data
+    assert (data.samples, data.samples_at_most) == (samples, at_most)
+
+
+@pytest.mark.parametrize(
+    ("text", "runs"),
+    [
+        ("eval_steps: 20\neval_file: e.jsonl", True),
+        ("eval_steps: 20\nload_best_model_at_end: true", True),
+        ("eval_steps: 20", False),
+        ("eval_file: e.jsonl", False),
+        ("eval_steps: 20\neval_file: e.jsonl\ndo_eval: false", False),
+        ("eval_steps: 20\neval_file: e.jsonl\neval_strategy: 'no'", False),
+    ],
+)
+def test_a_script_that_states_what_to_evaluate_on_evaluates(text: str, runs: bool) -> None:
+    assert job(f"model_name: gpt2\nlora_r: 8\n{text}").settings.evaluation.runs is runs
+
+
+def test_checkpointing_by_unsloth_is_checkpointing() -> None:
+    read = load_bytes(f"{ARGUMENTS}model_name: unsloth/gpt2\ngradient_checkpointing: unsloth\nlora_r: 8\n".encode(), "c.yaml")
+    assert read.job is not None and read.job.settings.checkpointing.every_n_layers == 1
+    assert not [problem for problem in read.problems if problem.key == "gradient_checkpointing"]
+
+
+@pytest.mark.parametrize(("stage", "refused"), [("cls", True), ("lvm", True), ("sft", False), ("pt", False), ("kto", False)])
+def test_a_stage_that_only_a_fork_knows_is_not_planned_as_another(stage: str, refused: bool) -> None:
+    model = job(f"model_name_or_path: gpt2\nfinetuning_type: full\ntemplate: x\nstage: {stage}").model
+    assert (model.beyond is not None) is refused

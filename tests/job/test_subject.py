@@ -222,3 +222,24 @@ def test_targets_that_a_model_has_none_of_are_refused_before_it_is_built(
             from_file(path, Request(gpu="3090"))
     else:
         assert from_file(path, Request(gpu="3090")).job.model.lora is not None
+
+
+def test_other_profiles_faults_neither_stop_the_plan_nor_are_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: None)
+    config = tmp_path / "train.yaml"
+    profile = "  {name}:\n    training: {{per_device_train_batch_size: {batch}, learning_rate: 1.0e-4, save_steps: null, fp16: {half}}}\n"
+    config.write_text(
+        "model_name_or_path: m\ntraining:\n  per_device_train_batch_size: 2\n  learning_rate: 1.0e-4\n  save_steps: null\n  bf16: true\n"
+        "profiles:\n" + profile.format(name="small", batch=1, half="maybe") + profile.format(name="large", batch="null", half="true")
+    )
+    subject = from_file(config, Request(gpu="a100-80gb"))
+    assert subject.job.per_device_batch == 2
+    assert subject.warnings == ("line 5: save_steps is null, but a number is needed",)
+
+
+def test_a_limit_on_samples_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: SimpleNamespace(assumed=()))
+    config = tmp_path / "train.yaml"
+    config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\nmax_train_samples: 500\n")
+    assert "at most 500 samples" in [one.value for one in from_file(config, Request(gpu="t4")).assumed]
+    assert "40 samples" in [one.value for one in from_file(config, Request(gpu="t4", samples=40)).assumed]
