@@ -146,6 +146,9 @@ _FAMILY = re.compile(
     r"bert|gpt|llama|qwen|mi[sx]tral|gemma|\bphi\b|phi-?\d|\bm?t5\b|bart|\bopt\b|bloom|pythia|falcon|whisper|wav2vec|hubert|wavlm|\bvit\b"
     r"|deit|swin|clip|dino|electra|smol|olmo|granite|starcoder|deepseek|pegasus|nllb|longformer|xlnet|segformer|resnet|convnext|lfm\d"
 )
+_HOSTED = re.compile(
+    r"(openai/)?(gpt-[345]|o[134]\b)(?!.*oss)|(anthropic/)?claude|(google/)?gemini", re.IGNORECASE
+)  # models behind an API train nowhere
 _LARGEST_SIBLING_BYTES, _MOST_SIBLINGS = 200_000, 50
 
 
@@ -202,7 +205,7 @@ def named_beside(path: Path) -> tuple[Path, str] | None:
             name = _name_in(other) if other.stat().st_size <= _LARGEST_SIBLING_BYTES else None
         except (ConfigError, OSError):
             continue  # it is not ours to judge
-        if name is not None:
+        if name is not None and _HOSTED.match(name) is None:
             found.append((other, name))
     return found[0] if len({name for _, name in found}) == 1 else None
 

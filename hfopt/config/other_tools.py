@@ -284,8 +284,8 @@ def _any_component(data: dict[Any, Any]) -> bool:
 def _switches(data: dict[Any, Any]) -> bool:
     """`fp16: {enabled: true}` or an optimizer with `type` and `params`: DeepSpeed's way."""
     halves = any(isinstance(data.get(key), dict) and "enabled" in data[key] for key in ("fp16", "bf16"))
-    optimizer = data.get("optimizer")
-    return halves or (isinstance(optimizer, dict) and {"type", "params"} <= optimizer.keys())
+    optimizer, of_a_job = data.get("optimizer"), {"model", "dataset", "data", "training"} & data.keys()
+    return halves or (not of_a_job and isinstance(optimizer, dict) and {"type", "params"} <= optimizer.keys())
 
 
 # Source of each row: the tool's own documentation of its config file.

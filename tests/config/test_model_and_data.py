@@ -592,3 +592,10 @@ def test_checkpointing_by_unsloth_is_checkpointing() -> None:
 def test_a_stage_that_only_a_fork_knows_is_not_planned_as_another(stage: str, refused: bool) -> None:
     model = job(f"model_name_or_path: gpt2\nfinetuning_type: full\ntemplate: x\nstage: {stage}").model
     assert (model.beyond is not None) is refused
+
+
+def test_a_model_behind_an_api_is_not_offered_as_the_one_that_trains(tmp_path: Path) -> None:
+    (tmp_path / "judge.yaml").write_text("judge_model: 1\nmodel_name: openai/gpt-5-mini\n")
+    assert named_beside(tmp_path / "train.yaml") is None
+    (tmp_path / "model.yaml").write_text("model_name: openai/gpt-oss-20b\n")
+    assert named_beside(tmp_path / "train.yaml") == (tmp_path / "model.yaml", "openai/gpt-oss-20b")

@@ -169,3 +169,12 @@ def test_kto_with_one_sample_is_trls_affair_alone() -> None:
     factory = FACTORY.replace("stage: sft", "stage: kto")
     assert BATCH not in findings(factory)
     assert "KL term" in findings(f"desirable_weight: 1.0\noutput_dir: o\nlearning_rate: 1.0e-5\n{BATCH}: 1\n")[BATCH].message
+
+
+def test_a_script_with_an_optimizer_of_type_and_params_is_not_called_deepspeeds() -> None:
+    optimizer = "optimizer:\n  type: adamw\n  params: {lr: 1.0e-4}\n"
+    with pytest.raises(ConfigError, match="a config of DeepSpeed"):
+        load_bytes(f"{optimizer}scheduler: {{type: WarmupLR}}\n".encode(), "c.yaml")
+    own = f"{optimizer}model: {{init_name: large-v3}}\ndataset: {{batch_size: 4}}\ntraining: {{epochs: 1, label_smoothing: 0.1}}\n"
+    loaded = load_bytes(own.encode(), "c.yaml")
+    assert loaded.job is not None and loaded.job.model.name is None
