@@ -25,6 +25,11 @@ _ACCUMULATION = re.compile(r"(?:Gradient Accumulation steps|gradient_accumulatio
 _ENDS_MESSAGE = re.compile(r'^\s*$|Traceback \(most|^\s*File "|^\s*\{.?loss|^\s*(?:srun|wandb|ERROR:|WARNING:|E\d{4})')
 _PINNED, _PINNING = re.compile(r"\.pin_memory\(|cudaHostAlloc|cudaHostRegister"), 4  # in the frame right above a message
 _TRAINED, _LOSS, _LOSSES = re.compile(r"train_runtime"), re.compile(r"\bloss['\"]?\s*[:=]\s*\d", re.IGNORECASE), 3  # behind a message
+_OTHER_BARS = re.compile(  # of what is no step of a training
+    r"shards|weights|Map\b|Filter|Fetching|Download|tokeniz|Pack|Convert|Apply|Truncat|Adding|Generat|Load|Cach|Quantiz|Extract|Sav|Evaluat"
+    r"|Predict|example|sample|token|file|split|prompts|Captur|Materializ",
+    re.IGNORECASE,
+)
 _VLLM_PHASES: frozenset[str] = frozenset({"kv_cache", "vllm_share"})
 
 
@@ -133,7 +138,7 @@ def _went_on(after: Sequence[LogLine], rank: int | None) -> bool:
 
 def _last_step(lines: Sequence[LogLine]) -> int | None:
     for line in reversed(lines[-400:]):
-        found = None if re.search(r"shards|Map|Filter|Fetching|Download", line.text) else STEP.search(line.text)
+        found = None if _OTHER_BARS.search(line.text) else STEP.search(line.text)
         if found is not None:
             return int(found[1])
     return None

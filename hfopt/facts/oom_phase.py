@@ -54,6 +54,7 @@ _CALLED = re.compile(r"\.(\w+)\(")
 _DEEPER: Mapping[OomPhase, re.Pattern[str]] = {  # what counts where it stands below a sign of that phase
     "backward": dict(KNOWN)["optimizer"],  # optimizers that step while gradients come
     "saving": re.compile(r"[|.]from_pretrained\b"),  # a script that merges loads first
+    "generation": re.compile(r"\|\w*(?:logps|log_?probs?)\w*|\|_?(?:calculate|compute|get)_rewards?\b"),  # what was generated is scored
 }
 _IN_STEP: frozenset[OomPhase] = frozenset({"loading", "setup"})  # overruled where the Trainer is already in a step
 _CLOSURE = re.compile(r"\|(?:\w*closure\w*|training_step)\b")  # Lightning calls the step from inside the optimizer

@@ -296,3 +296,55 @@ def test_other_encodings_and_broken_bytes(raw: bytes) -> None:
 )
 def test_sizes(text: str, size: int | None) -> None:
     assert size_of(text) == size
+
+
+SCORED = (
+    'Traceback (most recent call last):\n  File "/env/transformers/trainer.py", line 3744, in training_step\n'
+    "    inputs = self._prepare_inputs(inputs)\n"
+    '  File "/env/trl/trainer/grpo_trainer.py", line 1310, in _generate_and_score_completions\n{code}\n{frames}'
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.16 GiB.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "frames", "phase"),
+    [
+        ("    ids = model.generate(prompts)", '  File "/env/transformers/generation/utils.py", line 9, in _sample\n', "generation"),
+        (
+            "    ref = self._get_per_token_logps_and_entropies(self.ref_model, ids)",
+            '  File "/env/trl/trainer/grpo_trainer.py", line 900, in _get_per_token_logps_and_entropies\n'
+            "    logits = model(**inputs).logits\n"
+            '  File "/env/transformers/models/qwen2/modeling_qwen2.py", line 220, in forward\n',
+            "forward",
+        ),
+        (
+            "    old = self._get_per_token_logps_and_entropies(self.model, ids)",
+            '  File "/env/trl/trainer/grpo_trainer.py", line 900, in _get_per_token_logps_and_entropies\n'
+            "    logps = selective_log_softmax(a, b)\n"
+            '  File "/env/trl/trainer/utils.py", line 40, in selective_log_softmax\n',
+            "loss",
+        ),
+        (
+            "    rewards = self._calculate_rewards(inputs, completions)",
+            '  File "/env/trl/trainer/grpo_trainer.py", line 1200, in _calculate_rewards\n    scores = reward_func(**inputs).logits\n'
+            '  File "/env/transformers/models/llama/modeling_llama.py", line 300, in forward\n',
+            "forward",
+        ),
+    ],
+)
+def test_what_was_generated_and_is_scored_is_no_longer_generating(code: str, frames: str, phase: str) -> None:
+    assert read(SCORED.format(code=code, frames=frames)).phase == phase
+
+
+@pytest.mark.parametrize(
+    ("bar", "step"),
+    [
+        ("  2%|▏         | 12/640 [00:11<09:40,  1.08it/s]", 12),
+        ("Steps:   5%|▌         | 40/800 [01:11<19:40,  1.08it/s, loss=0.1]", 40),
+        ("Running tokenizer on dataset (num_proc=96):   0%|          | 16/33047 [00:00<?, ? examples/s]", None),
+        ("Loading weights:  12%|█▏        | 157/1285 [00:07<00:56, 20.01it/s]", None),
+        ("Packing train dataset:  12%|█▏        | 15/128 [00:07<00:56, 2.01 examples/s]", None),
+    ],
+)
+def test_only_the_bar_of_a_training_counts_its_steps(bar: str, step: int | None) -> None:
+    assert read(f"{bar}\nRuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB.\n").step == step
