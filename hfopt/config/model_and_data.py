@@ -7,6 +7,7 @@ trained on: the dataset and the size of one sample, under the many names configs
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, Literal
 
 from hfopt.compat.versions import release
@@ -87,6 +88,14 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     )
 
 
+def with_guesses(model: ModelSpec) -> ModelSpec:
+    """A script's file without an adapter's targets: the script has them, and of what it may have all linear layers take the most."""
+    lora = model.lora
+    if lora is None or lora.target_modules is not None or model.stands_for is not None:
+        return model
+    return replace(model, lora=replace(lora, target_modules="all-linear"), guessed_adapter=True)
+
+
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
     *("max_position_embeddings", "embedding_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "d_model", "d_ff", "d_kv"),
@@ -132,10 +141,11 @@ def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | N
     if trainer in ("DPO", "KTO"):
         alone = facts.text("pref_loss") in ("orpo", "simpo") or facts.true("reference_free", "precompute_ref_log_probs")
         return False if alone else None
-    beta = first_number(facts.number("beta"), args.get("beta"), 0)
+    beta = first_number(facts.number(*_BETAS), args.get("beta"), trl_default(trainer, "beta"), 0)
     return beta > 0 if trainer in ("GRPO", "RLOO") else None
 
 
+_BETAS = ("beta", "kl_coef", "kl_coeff", "kl_beta", "init_kl_coef", "grpo_beta", "kl_penalty_coef")
 _DTYPE_KEYS = ("torch_dtype", "dtype", "model_dtype", "weights_dtype")
 
 
@@ -191,10 +201,16 @@ def _quantization(facts: Facts, factory: bool) -> Quantization | None:
     )
     return Quantization(
         bits=bits,
-        quant_type=facts.text("bnb_4bit_quant_type", "quantization_type") or "nf4",
+        quant_type=facts.text("bnb_4bit_quant_type", "quantization_type")
+        or facts.text("quant_type", under=_QUANTIZATION_SECTIONS)
+        or "nf4",
         double_quant=double or (bits == 4 and ((factory and not facts.false("double_quantization")) or _swift_doubles(facts))),
-        compute_dtype=_DTYPES.get((facts.text("bnb_4bit_compute_dtype") or "").lower().removeprefix("torch.")),
+        compute_dtype=_DTYPES.get((_compute_type(facts) or "").lower().removeprefix("torch.")),
     )
+
+
+def _compute_type(facts: Facts) -> str | None:
+    return facts.text("bnb_4bit_compute_dtype") or facts.text("compute_dtype", under=_QUANTIZATION_SECTIONS)
 
 
 _QUANTIZATION_SECTIONS = ("quantization", "quantization_config", "bnb", "bnb_config", "quant", "bitsandbytes", "qlora")

@@ -229,15 +229,17 @@ def _of_a_whole_batch(facts: Facts, args: Mapping[str, Any], world_size: int) ->
 _EVALUATED = (
     *("eval_file", "eval_path", "eval_jsonl", "eval_data", "eval_data_path", "eval_data_file", "eval_dataset_path", "eval_manifest"),
     *("val_file", "val_path", "val_data", "val_data_path", "dev_file", "dev_path", "valid_file", "valid_path", "validation_path"),
+    *("val_jsonl", "valid_jsonl", "dev_jsonl", "validation_dataset_path", "val_dataset_path", "eval_data_files", "val_manifest"),
 )
+_EVALUATIONS = ("load_best_model_at_end", "metric_for_best_model", "per_device_eval_batch_size")  # arguments that speak of one
 
 
 def _evaluated_by_a_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
-    """`eval_steps` beside data to evaluate on under a script's own name, or a best model: the script adds the strategy."""
-    steps, told = args.get("eval_steps"), {"eval_strategy", "do_eval"} & args.keys()
-    if told or not isinstance(steps, int | float) or not (args.get("load_best_model_at_end") is True or facts.text(*_EVALUATED)):
-        return {}
-    return {"eval_strategy": "steps"}
+    """`eval_steps` beside data to evaluate on under a script's own name, a best model or a batch for it: the script adds the strategy."""
+    steps, told = args.get("eval_steps"), {"eval_strategy", "do_eval", "do_train"} & args.keys()
+    counted = facts.whole("num_eval_samples", "max_eval_samples", "eval_samples", "num_val_samples")
+    meant = any(args.get(key) for key in _EVALUATIONS) or counted is not None or facts.text(*_EVALUATED) is not None
+    return {"eval_strategy": "steps"} if isinstance(steps, int | float) and meant and not told else {}
 
 
 def _of_seq2seq_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:

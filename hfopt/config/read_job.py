@@ -17,7 +17,7 @@ from hfopt.config.axolotl import translate
 from hfopt.config.find_arguments import Section, SectionLayout, find
 from hfopt.config.interpolation import left_over
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.model_and_data import COMPLETIONS, read_data, read_evaluation_spec, read_model, states_dtype
+from hfopt.config.model_and_data import COMPLETIONS, read_data, read_evaluation_spec, read_model, states_dtype, with_guesses
 from hfopt.config.other_keys import unread
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, is_axolotl, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
@@ -271,15 +271,14 @@ class _Reading:
         own_script = self._is_read_by_a_script(trainer, dialect)
         model = read_model(self.facts, trainer, args)
         loads_itself = dialect.name == TRL.name and own_script and not states_dtype(self.facts)
+        model = with_guesses(model) if own_script and not dialect.own_reader else replace(model, guessed_adapter=False)
         return TrainJob(
             path=self.document.path,
             section=self.layout.main.path,
             trainer=trainer,
             raw=args,
             settings=trainer_settings(args, trainer),
-            model=replace(
-                model, loads_itself=loads_itself, guessed_adapter=model.guessed_adapter and own_script and not dialect.own_reader
-            ),
+            model=replace(model, loads_itself=loads_itself),
             data=read_data(self.facts, trainer),
             per_device_batch=int(args.get(BATCH, self.present.fields[BATCH].default)),
             accumulation=int(args.get(ACCUMULATION, self.present.fields[ACCUMULATION].default)),

@@ -221,7 +221,7 @@ class SectionReader:
         near = nearest(key, (name for name in (*self.present.fields, *GONE, *ALIASES) if name not in self.values))
         while near is not None and near not in self.present.fields:  # a misspelt old name or alias: the real key is meant
             near = ALIASES.get(near) or GONE[near].to if near in ALIASES or near in GONE else None
-        if near in self.values:
+        if near in self.values or near in self._aliased.values():
             near = None
         field = self._field(near or "")
         if field is not None and near is not None and judge(near, value, field).code == "wrong_type":

@@ -57,7 +57,7 @@ class Subject:
     def assumed(self) -> tuple[Assumption, ...]:
         """The picture of the job, whole: the model and its batches, how much data there is, and the host that feeds it."""
         data = self.job.data
-        count = f"at most {data.samples} samples" if data.samples_at_most else f"{data.samples} samples"
+        count = f"{'at most ' if data.samples_at_most else ''}{data.samples} samples"
         size = Assumption(what="data size", value=None if data.samples is None else count, settle="--samples")
         host, away = self.hardware.host, self.hardware.hypothetical
         away = away and self.named_host.cores is None

@@ -352,6 +352,8 @@ def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
     attention = spec.attn_implementation or getattr(getattr(model, "config", None), "_attn_implementation", None)
     lora = spec.lora
     adapter = "none" if lora is None else f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"
+    if spec.guessed_adapter and lora is not None and lora.target_modules == "all-linear":
+        adapter += " on all linear layers"
     if spec.stands_for is not None:
         adapter = f"{spec.stands_for} (planned as {adapter})"
     layers = spec.last_layers
@@ -361,7 +363,7 @@ def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
     return (
         Assumption(what="weights", value=f"{packed}{stored}", guessed=spec.weights_dtype is None or spec.loads_itself, settle="dtype"),
         Assumption(what="attention", value=attention, guessed=spec.attn_implementation is None, settle="attn_implementation"),
-        Assumption(what="adapter", value=adapter, guessed=spec.guessed_adapter, settle="use_peft, lora_r"),
+        Assumption(what="adapter", value=adapter, guessed=spec.guessed_adapter, settle="lora_r, lora_target_modules"),
         *alone,
     )
 

@@ -17,6 +17,7 @@ from hfopt.report.text import (
     FAILED,
     Line,
     assumed_words,
+    at_most,
     detail_lines,
     device_words,
     outcome_words,
@@ -130,7 +131,7 @@ def _speed(facts: PlanFacts) -> str:
     if facts.calibrated is not None:
         parts.append(f"at the speeds that `hfopt calibrate` measured on {facts.calibrated}")
     if facts.job.data.samples:
-        parts.append(f"{format_seconds(facts.job.data.samples / after.time.samples_per_s)} an epoch")
+        parts.append(f"{at_most(facts.job.data)}{format_seconds(facts.job.data.samples / after.time.samples_per_s)} an epoch")
     found = facts.correction
     if found is not None and found.measured_step_s is not None and facts.trial is not None:
         samples = found.candidate.per_device_batch * found.candidate.accumulation

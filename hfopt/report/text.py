@@ -17,6 +17,7 @@ from hfopt.schema import (
     Candidate,
     Chosen,
     Correction,
+    DataSpec,
     EvaluationPeak,
     MemoryPeak,
     PlanFacts,
@@ -108,7 +109,7 @@ def value_words(value: Any) -> str:
 def _speed(facts: PlanFacts) -> Iterator[Line]:
     yield "title", "Speed (predicted)"
     for name, chosen in (("before", facts.before), ("after", facts.after)):
-        yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data.samples)}"
+        yield "plain", f"  {name:<7} {_speed_words(chosen, facts.job.data)}"
     yield from _range_and_power(facts)
     found = facts.correction
     if found is not None and found.measured_step_s is not None and facts.trial is not None:
@@ -142,12 +143,18 @@ def _power_parts(facts: PlanFacts) -> list[str]:
     held = f", which holds its clock at {share} % of the boost clock" if limited else ""
     parts = [f"about {time.power_w:.0f} of {gpu.power_limit_w:.0f} W{held}"]
     if facts.job.data.samples:
-        cards = len(facts.hardware.gpus)
-        parts.append(f"{format_energy(cards * time.power_w * facts.job.data.samples / time.samples_per_s / 3.6e6)} an epoch")
+        seconds = facts.job.data.samples / time.samples_per_s
+        energy = format_energy(len(facts.hardware.gpus) * time.power_w * seconds / 3.6e6)
+        parts.append(f"{at_most(facts.job.data)}{energy} an epoch")
     return parts
 
 
-def _speed_words(chosen: Chosen, samples: int | None) -> str:
+def at_most(data: DataSpec) -> str:
+    """A limit on the samples is not their number."""
+    return "at most " if data.samples_at_most else ""
+
+
+def _speed_words(chosen: Chosen, data: DataSpec) -> str:
     time = chosen.time
     parts = [
         format_rate(time.samples_per_s, "samples"),
@@ -159,8 +166,8 @@ def _speed_words(chosen: Chosen, samples: int | None) -> str:
         parts.insert(1, format_rate(time.tokens_per_s, "tokens"))
     if time.mfu is not None:
         parts.append(f"MFU {format_percent(time.mfu)}")
-    if samples:
-        parts.append(f"{format_seconds(samples / time.samples_per_s)} an epoch")
+    if data.samples:
+        parts.append(f"{at_most(data)}{format_seconds(data.samples / time.samples_per_s)} an epoch")
     if chosen.fault is not None:
         return "cannot run as it is"
     return ", ".join(parts) if chosen.fits else f"does not fit (would be {parts[0]})"

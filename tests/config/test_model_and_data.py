@@ -93,9 +93,9 @@ def test_the_dataset_is_found(text: str, dataset: str) -> None:
         ("lora: {enabled: false, r: 4}", None),
         ("use_peft: true\nlora_target_modules: [all-linear]", Lora(r=16, alpha=32, dropout=0.05, target_modules="all-linear")),
         ("training_type: full\nlora: {r: 4}", None),
-        ("method: qlora", Lora(r=16, alpha=32, dropout=0.05)),
+        ("method: qlora", Lora(r=16, alpha=32, dropout=0.05, target_modules="all-linear")),
         ("adapter: {type: lora, rank: 4, target: all-linear}", Lora(r=4, alpha=8, target_modules="all-linear")),
-        ("lora: true\nlora_rank: 4", Lora(r=4, alpha=32, dropout=0.05)),
+        ("lora: true\nlora_rank: 4", Lora(r=4, alpha=32, dropout=0.05, target_modules="all-linear")),
         ("max_seq_length: 4", None),
     ],
 )
@@ -540,9 +540,9 @@ def test_an_adapter_that_is_written_or_not_wanted_does_not_train(text: str) -> N
     [
         ("peft_config: {extends: DEFAULT, use_peft: true}", True),
         ("lora: {enabled: true, alpha: 16}", True),
-        ("lora: {r: 8}", False),
-        ("lora_r: 8", False),
-        ("r: 8\nlora_alpha: 16", False),
+        ("lora: {r: 8, target_modules: [q]}", False),
+        ("lora_r: 8\ntarget_modules: [q]", False),
+        ("r: 8\nlora_alpha: 16\ntarget_modules: all-linear", False),
         ("finetuning_type: lora\ntemplate: qwen", False),
         ("use_peft: true\ndataset_name: d\nmodel_name_or_path: gpt2", False),  # TRL's own parser: its default counts
     ],
@@ -573,6 +573,10 @@ def test_a_limit_on_samples_is_no_number_of_them(text: str, samples: int | None,
         ("eval_steps: 20\neval_file: e.jsonl", True),
         ("eval_steps: 20\nload_best_model_at_end: true", True),
         ("eval_steps: 20", False),
+        ("eval_steps: 20\nmetric_for_best_model: cer", True),
+        ("eval_steps: 20\nper_device_eval_batch_size: 4", True),
+        ("eval_steps: 20\nnum_eval_samples: 100", True),
+        ("eval_steps: 20\nper_device_eval_batch_size: 4\ndo_train: true", False),  # run_clm.py and its kin read this
         ("eval_file: e.jsonl", False),
         ("eval_steps: 20\neval_file: e.jsonl\ndo_eval: false", False),
         ("eval_steps: 20\neval_file: e.jsonl\neval_strategy: 'no'", False),
@@ -599,3 +603,31 @@ def test_a_model_behind_an_api_is_not_offered_as_the_one_that_trains(tmp_path: P
     assert named_beside(tmp_path / "train.yaml") is None
     (tmp_path / "model.yaml").write_text("model_name: openai/gpt-oss-20b\n")
     assert named_beside(tmp_path / "train.yaml") == (tmp_path / "model.yaml", "openai/gpt-oss-20b")
+
+
+def test_targets_that_a_script_keeps_are_taken_for_all_linear_layers() -> None:
+    own = job("model_id: Qwen/Qwen2.5-0.5B\nlora_r: 16\nmy_own_key: 3").model
+    assert own.lora is not None and (own.lora.target_modules, own.guessed_adapter) == ("all-linear", True)
+    flat = job("model_name_or_path: gpt2\ndataset_name: d\nuse_peft: true\nlora_r: 16").model  # TRL's own parser: peft's usual ones
+    assert flat.lora is not None and (flat.lora.target_modules, flat.guessed_adapter) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reference"),
+    [
+        ("rloo: {num_generations: 4}", True),  # TRL's default is 0.05
+        ("rloo: {num_generations: 4, beta: 0.0}", False),
+        ("rloo: {num_generations: 4, kl_coef: 0.0}", False),
+        ("grpo: {num_generations: 4}", False),
+        ("grpo: {num_generations: 4, kl_coef: 0.04}", True),
+    ],
+)
+def test_a_reference_is_kept_for_the_divergence_that_counts(text: str, reference: bool) -> None:
+    if trl_default("RLOO", "beta") is None:
+        pytest.skip("TRL is not here")
+    assert job(f"model_name: gpt2\n{text}").model.reference is reference
+
+
+def test_types_of_packed_weights_under_short_names() -> None:
+    packed = job("model_name: gpt2\nquantization: {load_in_4bit: true, quant_type: fp4, compute_dtype: float16}").model.quantization
+    assert packed == Quantization(bits=4, quant_type="fp4", compute_dtype="float16")

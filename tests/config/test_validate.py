@@ -262,3 +262,12 @@ def test_the_fix_is_yaml_that_can_be_copied() -> None:
 def test_a_gone_key_that_asks_for_nothing_is_dropped() -> None:
     assert b"sharded_ddp" not in upgrade(loaded("sharded_ddp: ''\n")).data
     assert loaded("sharded_ddp: simple\n").problems[0].fix is None, "what it asked for is the user's to say anew"
+
+
+def test_a_key_under_a_scripts_own_name_is_not_offered_for_another() -> None:
+    def offered(text: str) -> list[str | None]:
+        loaded = load_bytes(f"model: m\nper_device_train_batch_size: 2\nlearning_rate: 1.0e-4\n{text}\n".encode(), "c.yaml")
+        return [problem.fix for problem in loaded.problems if problem.key == "min_epochs"]
+
+    assert offered("min_epochs: 1.0") == ["did you mean num_train_epochs?"]
+    assert offered("epochs: 10\nmin_epochs: 1.0") == []

@@ -147,6 +147,8 @@ def test_an_epoch_and_tokens_are_told_where_they_are_known(facts: PlanFacts) -> 
     text = plan_text(replace(facts, after=timed, job=replace(facts.job, data=replace(facts.job.data, samples=15_000))))
     assert "MFU 40.0 %, 1 min 40 s an epoch" in " ".join(text.split()) and "tokens/s" in text
     assert "epoch" not in plan_text(facts) and "MFU" not in plan_text(facts)
+    limited = replace(facts, job=replace(facts.job, data=replace(facts.job.data, samples=15_000, samples_at_most=True)))
+    assert "at most 1 min 40 s an epoch" in " ".join(plan_text(limited).split())
 
 
 def test_a_rate_is_told_with_its_range_and_the_power_it_takes(facts: PlanFacts) -> None:
