@@ -96,12 +96,13 @@ FORMS: tuple[Form, ...] = (
         r"|(?<!java\.lang\.)(?<!ray\.exceptions\.)\bOutOfMemoryError: ",
     ),
     _form("the kernel", 4, r"[Oo]ut of memory:? ?Kill(?:ed)? process \d+|oom-kill:constraint|oom_reaper: reaped", "host_killed"),
-    _form("Kubernetes", 4, r"low on resource: memory|Evicted\b.{0,80}memory|OOMKilled", "host_killed"),
+    _form("Kubernetes", 4, r"low on resource: memory|Evicted\b.{0,80}memory|OOMKilled(?!\W{0,3}[:=]\s*(?:false|0\b))", "host_killed"),
     _form("the kernel", 4, r"invoked oom-killer|killed by (?:the )?OOM[- ]killer|systemd-oomd.{0,40}killed|OOMKilling", "host_killed"),
     _form(
         "the scheduler",
         4,
-        r"oom[_-]kill event|OOM[- ]?Killed|Exceeded (?:job|step) memory limit|\bOUT_OF_MEMORY\b|oom_kill"
+        r"oom[_-]kill event|OOM[- ]?Killed(?!\W{0,3}[:=]\s*(?:false|0\b))|Exceeded (?:job|step) memory limit"
+        r"|\bOUT_OF_ME(?:MORY\b|\+)|oom_kill"
         r"|srun: error: .{0,80}: Out Of Memory",
         "host_killed",
     ),
@@ -147,7 +148,13 @@ FORMS: tuple[Form, ...] = (
         certain=False,
     ),
     _form("the launcher", 6, r"exit ?code\s*[:= ]*\(?-7\b|SIGBUS", "shared_memory", certain=False),
-    _form("the launcher", 6, r"SIGKILL|\bsignal:? 9\b|code 137\b|exitcode[: ]+137\b|Signal Code: Killed", "host_killed", certain=False),
+    _form(
+        "the launcher",
+        6,
+        r"SIGKILL(?!_handler)|\bsignal:? 9\b|code 137\b|exitcode[: ]+137\b|Signal Code: Killed",
+        "host_killed",
+        certain=False,
+    ),
     _form(
         "the shell",
         6,

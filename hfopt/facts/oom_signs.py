@@ -30,7 +30,8 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     ("data", r"\|spawn_main\b"),  # a worker that could not start
     (
         "setup",
-        r"deepspeed\.initialize\(|\|(?:_prepare_deepspeed|_configure_optimizer|_configure_zero_optimizer|_configure_distributed_model)\b",
+        r"deepspeed\.initialize\(|\|(?:_prepare_deepspeed|_configure_optimizer|_configure_zero_optimizer|_configure_distributed_model|set_device)\b"
+        r"|param_and_grad_buffer\.py\|",
     ),
     (
         "evaluation",

@@ -348,3 +348,41 @@ def test_what_was_generated_and_is_scored_is_no_longer_generating(code: str, fra
 )
 def test_only_the_bar_of_a_training_counts_its_steps(bar: str, step: int | None) -> None:
     assert read(f"{bar}\nRuntimeError: CUDA out of memory. Tried to allocate 20.00 MiB.\n").step == step
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[INFO] [launch.py:319:sigkill_handler] Killing subprocess 8812\n"
+        "[ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = 1\n",
+        "[ERROR] [launch.py:325:sigkill_handler] ['python', 'train.py'] exits with return code = -15\n",
+        '"Status": "exited",\n"OOMKilled": false,\n"ExitCode": 1\n',
+    ],
+)
+def test_a_handler_by_that_name_and_a_state_that_denies_it_are_no_kill(text: str) -> None:
+    assert read_oom(read_lines(text.encode())) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "phase"),
+    [
+        ("71291.0   python   acct   1 OUT_OF_ME+    0:125", "host_killed", "unknown"),
+        ('"Status": "exited",\n"OOMKilled": true,\n"ExitCode": 137', "host_killed", "unknown"),
+        (
+            'Traceback (most recent call last):\n  File "/w/dist.py", line 9, in start\n    torch.cuda.set_device(rank)\n'
+            '  File "/env/torch/cuda/__init__.py", line 480, in set_device\ntorch.AcceleratorError: CUDA error: out of memory',
+            "device_full",
+            "setup",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "/w/megatron/training.py", line 9, in setup_model_and_optimizer\n'
+            '  File "/w/megatron/param_and_grad_buffer.py", line 480, in __init__\n'
+            "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            "device_full",
+            "setup",
+        ),
+    ],
+)
+def test_states_that_schedulers_cut_and_devices_that_are_not_ready(text: str, cause: str, phase: str) -> None:
+    report = read(text)
+    assert (report.cause, report.phase) == (cause, phase)
