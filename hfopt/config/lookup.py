@@ -113,7 +113,7 @@ def _flatten(value: Any, path: NodePath) -> Iterator[tuple[NodePath, Any]]:
                 yield from _flatten(inner, (*path, str(position)))
 
 
-_KEYS = (
+MODEL_KEYS = (  # the first is that of transformers' and TRL's parsers
     *("model_name_or_path", "pretrained_model_name_or_path", "model_name", "model_id", "model_path", "base_model_name_or_path"),
     *("load_from_pretrained_path", "encoder_name_or_path"),
     *("base_model_name", "base_model_id", "base_model", "pretrained_model_name", "pretrained_model", "model_checkpoint", "model_repo"),
@@ -162,13 +162,13 @@ def model_name(facts: Facts) -> str | None:
 
 
 def _candidates(facts: Facts, aside: tuple[str, ...]) -> Iterator[str]:
-    direct = [*_texts(facts, *_KEYS, not_under=aside)]
+    direct = [*_texts(facts, *MODEL_KEYS, not_under=aside)]
     yield from direct
     if not direct:
         yield from _texts(facts, *_KEYS_IN_A_SECTION, under=_SECTIONS, not_under=aside)
     for name in _texts(facts, *_FURTHER_KEYS, not_under=(*aside, *_DATA)):
         known = facts.has(name.lower())
-        yield from _texts(facts, *_KEYS_IN_A_SECTION, *_KEYS, under=(name.lower(),), not_under=aside) if known else (name,)
+        yield from _texts(facts, *_KEYS_IN_A_SECTION, *MODEL_KEYS, under=(name.lower(),), not_under=aside) if known else (name,)
     yield from _texts(facts, *_LAST_KEYS, not_under=aside)
 
 

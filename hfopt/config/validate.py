@@ -14,7 +14,7 @@ from hfopt.compat.versions import release
 from hfopt.config.argument_values import Severity, ValueVerdict, judge
 from hfopt.config.deepspeed_json import is_missing
 from hfopt.config.find_arguments import Section
-from hfopt.config.lookup import Facts
+from hfopt.config.lookup import MODEL_KEYS, Facts
 from hfopt.config.model_and_data import Trainer
 from hfopt.config.other_keys import broken_rules
 from hfopt.config.other_tools import Dialect, is_llama_factory
@@ -70,9 +70,11 @@ class SectionReader:
         self._scripted = any(name not in QUIET_ALIASES for name in self._aliased) or self._is_mixed()
 
     def _is_mixed(self) -> bool:
-        """A section of its own with keys that no class takes, or with an alias: a script takes its keys one by one."""
+        """A section with keys that no class takes, or a root that names the model as no parser does: a script takes its keys one by one."""
+        if not self.section.path:
+            return MODEL_KEYS[0] not in self.values and any(key in self.values for key in MODEL_KEYS)
         known = {*self.present.fields, *self.present.seq2seq, *GONE, *NEWER, *(key for kind in TRAINERS for key in trl_keys(kind))}
-        others = [key for key in self.values if isinstance(key, str) and key not in known] if self.section.path else []
+        others = [key for key in self.values if isinstance(key, str) and key not in known]
         return any(nearest(key, self.present.fields) is None for key in others) and self.section.path[-1].lower() not in _EXACT_SECTIONS
 
     def read(self) -> Read:
@@ -289,8 +291,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
         yield _found("error", "refused_by_tool", rule.key, place_of, f"{rule.message}; LLaMA-Factory refuses to start", rule.fix)
     if trainer == "SFT":
         yield from _check_rows(args, facts, place_of)
-    workers = args.get("dataloader_num_workers", 0)
-    if workers == 0 and args.get("dataloader_prefetch_factor") is not None:
+    if args.get("dataloader_num_workers", 0) == 0 and args.get("dataloader_prefetch_factor") is not None:
         message = "dataloader_prefetch_factor needs dataloader_num_workers above 0; PyTorch refuses it otherwise"
         yield _found("error", "conflict", "dataloader_prefetch_factor", place_of, message, "dataloader_num_workers: 2")
 
@@ -380,8 +381,7 @@ def _check_neighbours(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) 
     """KTO's KL term pairs each prompt with its neighbour's completion, within the micro-batch."""
     if facts.text("loss_type") == "apo_zero_unpaired":
         return
-    sampling = args.get("train_sampling_strategy")
-    if sampling not in (None, "sequential"):
+    if (sampling := args.get("train_sampling_strategy")) not in (None, "sequential"):
         message = f"train_sampling_strategy is {sampling}; KTO pairs neighbours that were chosen beforehand, in their order"
         yield _found("error", "conflict", "train_sampling_strategy", place_of, message, "train_sampling_strategy: sequential")
     if args.get(BATCH) == 1:

@@ -271,3 +271,12 @@ def test_a_key_under_a_scripts_own_name_is_not_offered_for_another() -> None:
 
     assert offered("min_epochs: 1.0") == ["did you mean num_train_epochs?"]
     assert offered("epochs: 10\nmin_epochs: 1.0") == []
+
+
+def test_a_root_that_only_a_script_can_read_keeps_the_keys_that_the_script_reads() -> None:
+    keys = "per_device_train_batch_size: 1\nlearning_rate: 1.0e-4\nwarmup_ratio: 0.1\nbeta: 0.1\nmax_length: 256\nmax_prompt_length: 128\n"
+    own = load_bytes(f"model_name: gpt2\ndpo_file: d.jsonl\n{keys}".encode(), "dpo.yaml")
+    assert not [item for item in own.found if item.repair]
+    assert "it stays for the script" in next(one.message for one in own.problems if one.key == "warmup_ratio")
+    trl = load_bytes(f"model_name_or_path: gpt2\ndataset_name: d\n{keys}".encode(), "dpo.yaml")
+    assert "warmup_ratio" in {item.problem.key for item in trl.found if item.repair}
