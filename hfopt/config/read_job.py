@@ -177,7 +177,7 @@ def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
         said["max_completion_length"] = length
     if trainer == "CPO" and facts.has("gamma_beta_ratio"):  # the SimPO paper's own trainer: its likelihood term is off unless sft_weight
         said = {**said, "loss_type": "simpo", "cpo_alpha": facts.number("sft_weight") or 0.0}
-    plain = {key: value for key, value in said.items() if value is not None and not is_secret(key, value)}
+    plain = {key: value for key, value in said.items() if value not in (None, "None", "null") and not is_secret(key, value)}
     return {key: whole_number(value) if isinstance(value, str) and value.isdecimal() else value for key, value in plain.items()}
 
 

@@ -320,7 +320,7 @@ def _fixed(fixed: Mapping[str, Any]) -> tuple[str, ...]:
 def _misspelt(loaded: Loaded) -> tuple[str, ...]:
     """Keys that say nothing as they are written: one of them may be half of the effective batch."""
     found = (problem for problem in loaded.problems if problem.code == "unknown_key" and problem.fix is not None)
-    return tuple(f"{problem.message}: {problem.fix}" for problem in found)
+    return tuple(dict.fromkeys(f"{problem.message}: {problem.fix}" for problem in found))
 
 
 def _data_parallel(devices: int, sharing: int) -> int:

@@ -243,3 +243,20 @@ def test_a_limit_on_samples_is_called_one(tmp_path: Path, monkeypatch: pytest.Mo
     config.write_text("model_name_or_path: m\noutput_dir: o\nper_device_train_batch_size: 16\nmax_train_samples: 500\n")
     assert "at most 500 samples" in [one.value for one in from_file(config, Request(gpu="t4")).assumed]
     assert "40 samples" in [one.value for one in from_file(config, Request(gpu="t4", samples=40)).assumed]
+
+
+def test_a_key_that_is_misspelt_in_many_places_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: None)
+    config = tmp_path / "train.yaml"
+    steps = "".join(f"  - {{loss: {at}, learning_rate: 0.1, num_train_epoch: {at}}}\n" for at in range(1, 5))
+    config.write_text(f"model_name_or_path: m\nper_device_train_batch_size: 16\nlearning_rate: 1.0e-4\nhistory:\n{steps}")
+    told = [warning for warning in from_file(config, Request(gpu="t4")).warnings if "num_train_epoch" in warning]
+    assert len(told) <= 1
+
+
+def test_the_word_none_is_no_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request, "workload_of", lambda job, **_: None)
+    config = tmp_path / "train.yaml"
+    config.write_text("model_name_or_path: m\ndataset_name: d\npacking: true\nmax_length: 'None'\nper_device_train_batch_size: 2\n")
+    job = from_file(config, Request(gpu="t4")).job
+    assert job.trainer == "SFT" and "max_length" not in job.raw and job.data.max_length is None
