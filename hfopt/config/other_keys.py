@@ -19,6 +19,7 @@ from typing import Any
 
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts
+from hfopt.config.trained_parts import LORA_SECTIONS
 from hfopt.config.training_arguments import ALIASES, GONE, NEWER, known_elsewhere
 from hfopt.config.yaml_document import NodePath
 from hfopt.facts.argument_effects import effects
@@ -183,6 +184,9 @@ else:
     import tomli as tomllib  # the same module under its old name
 
 _MOST_LISTED = 8
+_SAME_STEP = frozenset(
+    {"bias", "inference_mode", "fan_in_fan_out", "init_lora_weights", "method", "name", "type", "adapter_name", "enabled"}
+)
 _OF_A_STEP = re.compile(
     r"freez|(^|_)(layers?|hidden|heads?|dim|vocab|experts?|towers?|adapters?|embeddings?|pixels?|images?|frames?|crop|tiles?)(_|$)|batch_size"
     r"|lora|quant|offload|checkpointing|recompute|flash|attn|attention|kernel|fused|packing|(^|_)len(gth)?(_|$)|parallel|shard|teacher|ema(_|$)"
@@ -220,6 +224,8 @@ def _is_model(reward: Any) -> bool:
 def _may_matter(path: NodePath, *, inside: bool) -> bool:
     """In a section of arguments whatever is not about other things; elsewhere in the file what names a part of a step."""
     key = path[-1].lower().replace("-", "_")
+    if len(path) > 1 and path[-2].lower() in LORA_SECTIONS:
+        return key not in _SAME_STEP
     if _OF_A_STEP.search(key) is not None:
         return inside or not any(_words("other_sections") & set(re.split(r"[\W_]+", part.lower())) for part in path[:-1])
     return inside and not _words("other_things") & set(re.split(r"[\W_]+", key))

@@ -50,7 +50,7 @@ def frozen_parts(facts: Facts, *, is_factory: bool) -> tuple[ModelPart, ...]:
 _SEES = re.compile(
     r"(^|[-_/.])vl(m\d?)?([-_.]|\d|$)|vision|llava|paligemma|idefics|smolvlm|pixtral|internvl|florence|moondream", re.IGNORECASE
 )
-_MAY_SEE = re.compile(r"gemma-?[34]|mistral-small-3|ministral-3|llama-4|qwen3\.5", re.IGNORECASE)
+_MAY_SEE = re.compile(r"gemma-?[34]|mistral-small-3|ministral-3|llama-4|qwen3\.[5-9]", re.IGNORECASE)
 _PICTURES = re.compile(r"llava|vsft|vqa|cauldron|image|visual|vision|picture|chartqa|[-_]ocr|coco|flickr|clevr|geometry3k", re.IGNORECASE)
 
 
@@ -72,6 +72,11 @@ def has_images(facts: Facts, *, by_name: bool) -> bool:
         ),
         *("image_resolution", "freeze_vision_tower", "image_column", "image_folder", "media_dir", "image_dir"),
     )
+
+
+def is_tuned_on_text(facts: Facts) -> bool:
+    """A model that takes images too, in a file that speaks of none."""
+    return _MAY_SEE.search(model_name(facts) or "") is not None and not has_images(facts, by_name=True)
 
 
 def image_facts(facts: Facts) -> dict[str, Any]:
@@ -198,7 +203,7 @@ def _frozen_notes(facts: Facts) -> tuple[str, ...]:
 
 def lora_of(facts: Facts, factory: bool) -> Lora | None:
     if facts.false("use_peft", "use_lora", "lora_enabled", "lora_enable", "enable_lora") or any(
-        value is False for _, value in facts.all("enabled", under=_LORA_SECTIONS)
+        value is False for _, value in facts.all("enabled", under=LORA_SECTIONS)
     ):
         return None
     kind, swift = facts.text("finetuning_type"), (facts.text("train_type", "sft_type", "tuner_type") or "").lower()
@@ -210,20 +215,20 @@ def lora_of(facts: Facts, factory: bool) -> Lora | None:
         alpha, dropout = facts.number("lora_alpha") or 2 * rank, facts.number("lora_dropout") or 0.0
         target = facts.get("lora_target") or "all"
     else:
-        nested = facts.whole("r", "rank", "lora_r", under=_LORA_SECTIONS)
+        nested = facts.whole("r", "rank", "lora_r", under=LORA_SECTIONS)
         flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
         asked = word in _LORA_WORDS or facts.true(
             "use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora", "lora_enable", "enable_lora"
         )
-        asked = asked or any(value is True for _, value in facts.all("enabled", under=_LORA_SECTIONS))
+        asked = asked or any(value is True for _, value in facts.all("enabled", under=LORA_SECTIONS))
         if word in _FULL_WORDS or (nested is None and flat is None and not asked):
             return None
         rank = flat or nested or (8 if swift == "lora" else 16)
-        alpha = first_number(facts.number("lora_alpha"), facts.get("alpha", under=_LORA_SECTIONS), 32 if nested is None else 8)
-        dropout = first_number(facts.number("lora_dropout"), facts.get("dropout", under=_LORA_SECTIONS), 0.05 if nested is None else 0.0)
+        alpha = first_number(facts.number("lora_alpha"), facts.get("alpha", under=LORA_SECTIONS), 32 if nested is None else 8)
+        dropout = first_number(facts.number("lora_dropout"), facts.get("dropout", under=LORA_SECTIONS), 0.05 if nested is None else 0.0)
         target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
         target = (
-            target or facts.get("target", "targets", "modules", "keys", under=_LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
+            target or facts.get("target", "targets", "modules", "keys", under=LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
         )
     return Lora(
         r=rank,
@@ -273,7 +278,7 @@ def adapter_to_go_on_with(facts: Facts) -> str | None:
 
 
 def states_rank(facts: Facts) -> bool:
-    return any(facts.whole(*names, under=under) for names, under in ((_RANKS, ()), (("r", "rank"), _LORA_SECTIONS))) or (
+    return any(facts.whole(*names, under=under) for names, under in ((_RANKS, ()), (("r", "rank"), LORA_SECTIONS))) or (
         facts.whole("r") is not None and facts.has("lora_alpha", "lora_dropout")
     )
 
@@ -292,7 +297,7 @@ def method_word(facts: Facts) -> str:
     return ""
 
 
-_LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
+LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")
 
 
 def first_number(*values: Any) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 from hfopt.config.lookup import Facts, is_off, model_name
 from hfopt.config.other_tools import is_swift, is_unsloth
-from hfopt.config.trained_parts import has_images
+from hfopt.config.trained_parts import has_images, is_tuned_on_text
 from hfopt.config.training_arguments import trl_keys
 from hfopt.facts.training_keys import installed
 from hfopt.schema import GENERATING, Task, TrainerKind
@@ -264,7 +264,7 @@ def read_task(facts: Facts, trainer: TrainerKind, *, is_factory: bool) -> tuple[
     labels = facts.whole("num_labels", "num_classes", "n_classes", "n_labels")
     task, usual = _stated(facts, trainer, is_factory=is_factory)
     if task is None and trainer in ("Trainer", "Seq2SeqTrainer") and labels is None:
-        task, usual = _gathered(facts)
+        task, usual = ("causal_lm", None) if is_tuned_on_text(facts) else _gathered(facts)
     if labels is None and usual is None and (_is_text_encoder(facts) or task in _LABELLED_TASKS):
         usual = _listed_labels(facts)
     return task, labels or usual

@@ -631,3 +631,24 @@ def test_a_reference_is_kept_for_the_divergence_that_counts(text: str, reference
 def test_types_of_packed_weights_under_short_names() -> None:
     packed = job("model_name: gpt2\nquantization: {load_in_4bit: true, quant_type: fp4, compute_dtype: float16}").model.quantization
     assert packed == Quantization(bits=4, quant_type="fp4", compute_dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("text", "task"),
+    [
+        ("model: {name: Qwen/Qwen3.6-35B-A3B}\ndata: {train_file: chat.jsonl}", "causal_lm"),
+        ("model_name: google/gemma-3-4b-it", "causal_lm"),
+        ("model_name: google/gemma-3-4b-it\nimage_column: image", None),  # what its checkpoint says
+        ("model_name: Qwen/Qwen2.5-VL-3B-Instruct", None),
+        ("model_name: google/gemma-3-4b-it\ntask: text-classification", "sequence_classification"),
+    ],
+)
+def test_a_model_that_may_see_is_tuned_on_text_where_no_image_is_spoken_of(text: str, task: str | None) -> None:
+    assert job(text).model.task == task
+
+
+@pytest.mark.parametrize("key", ["target_parameters", "layers_to_transform", "rank_pattern", "trainable_token_indices"])
+def test_what_peft_is_told_besides_is_not_passed_over(key: str) -> None:
+    section = f"lora: {{r: 8, target_modules: [q_proj], bias: none, task_type: CAUSAL_LM, {key}: [a, b]}}"
+    unread = load_bytes((ARGUMENTS + f"model_name: gpt2\n{section}\n").encode(), "c.yaml").unread
+    assert unread == (f"not read, so in no figure: {key}",)
