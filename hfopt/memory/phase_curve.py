@@ -16,7 +16,7 @@ of them (gradients that are copied out of it, the update) cannot use: that grows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +42,7 @@ class CompiledRun:
     trace: Trace
     allocated_bytes: int
     reserved_bytes: int
+    uncollected_bytes: int = 0  # of what it held, left in cycles by compiling
 
     @property
     def spare_bytes(self) -> int:
@@ -88,12 +89,20 @@ def phase_curve(runs: Sequence[Sequence[CompiledRun]], share: float, context_byt
         unsplit_share=max(0.0, *(run.allocated_bytes / run.live_bytes - 1 for run in every)),
         spare_bytes=max(run.spare_bytes for run in every),
         compiled_batch=second,
-        pooled=_pooled(shallow, deep, share) if captured else (0.0, 0.0),
+        pooled=_above(lambda run: run.spare_bytes, shallow, deep, share) if captured else (0.0, 0.0),
     )
 
 
-def _pooled(shallow: Sequence[CompiledRun], deep: Sequence[CompiledRun], share: float) -> tuple[float, float]:
-    one, two = (_on(low.spare_bytes, high.spare_bytes, share) for low, high in zip(shallow, deep, strict=True))
+def uncollected(runs: Sequence[Sequence[CompiledRun]], share: float) -> tuple[float, float]:
+    """The part of the curve that a run may be without, as a line over the batch: constant, slope. Arguments as those of `phase_curve`."""
+    return _above(lambda run: run.uncollected_bytes, runs[0], runs[-1], share)
+
+
+def _above(
+    what: Callable[[CompiledRun], int], shallow: Sequence[CompiledRun], deep: Sequence[CompiledRun], share: float
+) -> tuple[float, float]:
+    """The line over the batch that no carried-on figure lies above: constant, slope."""
+    one, two = (_on(what(low), what(high), share) for low, high in zip(shallow, deep, strict=True))
     first, second = (run.trace.batch for run in deep)
     slope = max(0.0, (two - one) / (second - first))
     return max(one - slope * first, two - slope * second), slope

@@ -22,7 +22,7 @@ from hfopt.planner.result import Plan
 from hfopt.planner.search import Precisions, Space
 from hfopt.planner.trials import Confirmed
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.compiled import UNCOMPILED, compile_note, compile_reason
+from hfopt.pricing.compiled import UNCOMPILED, compile_assumed, compile_note, compile_reason, uncollected_note
 from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import FirstEvaluation
 from hfopt.pricing.grpo import batch_rule, check_generation, check_vllm, evaluation_notes, phases, steps_change
@@ -247,24 +247,26 @@ def _as_written(subject: Subject, made: tuple[Change, ...]) -> dict[str, Change]
 
 
 def _assumed(course: PlanningOutcome) -> tuple[Assumption, ...]:
-    """The picture of the job, of vLLM beside it and of its evaluation."""
-    vllm, evaluation = course.device.vllm, course.evaluation
+    """The picture of the job, of vLLM beside it, of its evaluation and of its compiled step."""
+    vllm, evaluation, winner = course.device.vllm, course.evaluation, course.result.winner[0]
     beside = () if vllm is None else vllm.assumed
-    return (*course.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed))
+    compiled = compile_assumed(winner, course.pricing.compiled(winner))
+    return (*course.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed), *compiled)
 
 
 def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
     fault = course.allowed.fault
     wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
     overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
-    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow, *_not_compiled(course))
+    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow, *_compiling_differs(course))
 
 
-def _not_compiled(course: PlanningOutcome) -> tuple[str, ...]:
-    """What was asked of the compiler and is not in the figures."""
-    subject, gpu = course.subject, course.device.gpu
+def _compiling_differs(course: PlanningOutcome) -> tuple[str, ...]:
+    """What was asked of the compiler and is not in the figures, or is in them and need not be in a run."""
+    subject, gpu, pricing, winner = course.subject, course.device.gpu, course.pricing, course.result.winner[0]
     refused = compile_choices(subject, course.request.allow, gpu).note
-    return (*(() if refused is None else (refused,)), *compile_note(subject, gpu), *course.pricing.uncompiled)
+    maybe = uncollected_note(pricing.compiled(winner), winner.per_device_batch, pricing.memory(winner)) if winner.torch_compile else ()
+    return (*(() if refused is None else (refused,)), *compile_note(subject, gpu), *pricing.uncompiled, *maybe)
 
 
 _GUESSED_SIZES = ("length", "prompt length", "audio", "image")

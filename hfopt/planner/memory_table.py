@@ -22,7 +22,7 @@ from hfopt.planner.choices import attention_note, current_candidate, liger_note
 from hfopt.planner.engines import named_engine, subject_on
 from hfopt.planner.search import Space, micro_batches
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.compiled import compile_note
+from hfopt.pricing.compiled import compile_assumed, compile_note, uncollected_note
 from hfopt.pricing.evaluation_choice import (
     NOT_ESTIMATED,
     EvaluationReading,
@@ -224,6 +224,9 @@ def memory_table(
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
             is_asked = size == job.per_device_batch and way == own.checkpointing
             rows.append(_row(pricing, replace(candidate, per_device_batch=size), available, is_asked=is_asked))
+    compiled = pricing.compiled(own)
+    notes += uncollected_note(compiled, own.per_device_batch, pricing.memory(own)) if compiled is not None else ()
+    assumed = (*subject.assumed, *(() if vllm is None else vllm.assumed), *(() if reading is None else reading.assumed))
     return MemoryTable(
         model=workload.name,
         model_class=workload.model_class,
@@ -236,7 +239,7 @@ def memory_table(
         rows=tuple(rows),
         largest=largest,
         seconds=seconds,
-        assumed=(*subject.assumed, *(() if vllm is None else vllm.assumed), *(() if reading is None else reading.assumed)),
+        assumed=(*assumed, *compile_assumed(own, compiled)),
         notes=tuple(notes),
         evaluation=evaluation,
     )

@@ -15,8 +15,8 @@ from hfopt.job.subject import Subject
 from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import kept_compiled
 from hfopt.probe.compiled_step import PLANNED_AS, compiled_step, why_not
-from hfopt.schema import CompiledStep, Gpu, StepSettings, StepTime, Workload
-from hfopt.units import format_seconds
+from hfopt.schema import Assumption, Candidate, CompiledStep, Gpu, MemoryPeak, StepSettings, StepTime, Workload
+from hfopt.units import format_bytes, format_seconds
 
 COMPILE = "torch_compile"
 UNCOMPILED = f"{COMPILE}: the step could not be compiled on the virtual GPU, so the figures are those of the eager step"
@@ -61,6 +61,26 @@ def compile_note(subject: Subject, gpu: Gpu | None) -> tuple[str, ...]:
     if planned != settings.compile_mode:
         return (f"torch_compile_mode: {settings.compile_mode} is planned as {planned}: no kernel can be timed without the card",)
     return ()
+
+
+def uncollected_note(compiled: CompiledStep | None, batch: int, peak: MemoryPeak) -> tuple[str, ...]:
+    """What of a compiled step's memory a run may be without, where it is more than a hundredth."""
+    held = 0 if compiled is None else compiled.uncollected_bytes(batch)
+    if held <= peak.allocated_bytes / 100:
+        return ()
+    return (
+        f"{COMPILE}: {format_bytes(held)} of the memory are tensors of the first compiled step, which Python's garbage collector gives "
+        "back at a moment that nobody can tell: a run may take so much less",
+    )
+
+
+def compile_assumed(candidate: Candidate, compiled: CompiledStep | None) -> tuple[Assumption, ...]:
+    """What the figures of a compiled step rest on."""
+    if not candidate.torch_compile:
+        return ()
+    if compiled is None:
+        return (Assumption(what=COMPILE, value="with the eager step's memory", guessed=True),)
+    return (Assumption(what=COMPILE, value=f"({compiled.mode}) as compiled on the virtual GPU, not compared with a card"),)
 
 
 def run_steps(subject: Subject) -> float | None:

@@ -25,7 +25,7 @@ from typing import Any
 from hfopt.compat.torch_patches import ENVIRONMENT
 from hfopt.errors import DryRunError, VirtualGpuError
 from hfopt.memory.layer_extrapolation import deeper_ops, share_of, traced_depths
-from hfopt.memory.phase_curve import CompiledRun, phase_curve
+from hfopt.memory.phase_curve import CompiledRun, phase_curve, uncollected
 from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.probe.dry_run import child_environment
 from hfopt.process import child_process
@@ -130,6 +130,7 @@ def _compiled(found: Sequence[_Depth], ops: Sequence[OpCost], share: float, sett
         launches=sum(op.count for op in ops),
         eager_launches=sum(op.count for op in eager.ops if op.phase != "optimizer"),
         mode=settings.compile_mode,
+        uncollected=uncollected([depth.compiled for depth in found], share),
     )
 
 
@@ -209,7 +210,9 @@ def _measured(facts: Mapping[str, Any], settings: StepSettings) -> _Depth:
         measured = FIRST_MEASURED[settings.compile_mode]
         trace = _trace(events, run, measured)
         allocated, reserved = (max(counted) for counted in zip(*run["peaks"][measured:], strict=True))
-        found.append(CompiledRun(trace=trace, allocated_bytes=allocated, reserved_bytes=reserved))
+        found.append(
+            CompiledRun(trace=trace, allocated_bytes=allocated, reserved_bytes=reserved, uncollected_bytes=int(run["uncollected_bytes"]))
+        )
     first, second = (run.trace for run in found)
     alike = [(phase, name) for phase, name, _ in first.costs] == [(phase, name) for phase, name, _ in second.costs]
     ops = grouped(first, second) if alike else proportional(second)

@@ -5,6 +5,9 @@ kernels are written by Inductor and not made (`compat.torch_patches`): nothing w
 
 The first step of each run is eager, so that what a model decides in its first forward (BERT's kind of problem) costs no second compile.
 Where the order asks how often a run compiles, Dynamo alone traces two more steps, the first one too: counting needs no Inductor.
+
+A compile may leave tensors in cycles (of a graph that is cut, the frames of the functions around the cut), which live until Python's
+collector next looks at old objects: in one run at once, in another after hundreds of steps. Here they stay, and are counted at the end.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class _Log:
         self._noted: Costs = []
         self.peaks: list[tuple[int, int]] = []
         self.cpu_s: list[float] = []
+        self.uncollected_bytes = 0
         self.phase: str | None = None  # None: kernels are not noted
 
     def begin(self, what: str) -> None:
@@ -72,7 +76,10 @@ class _Log:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[misc]
-    """torch's own kernels inside of a compiled graph: products, attention, convolutions."""
+    """torch's own kernels inside of a compiled graph: products, attention, convolutions; with dropout in them, those that a checkpointed
+    graph runs again come wrapped, with the random state that they began with."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, log: _Log) -> None:
         super().__init__()
@@ -84,6 +91,12 @@ class _Calls(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            place = next((index for index, one in enumerate(args) if isinstance(one, torch._ops.OpOverload)), None)
+            if place is None:
+                return out
+            func, args = args[place], args[place + 1 :]
+            kwargs = {key: value for key, value in (kwargs or {}).items() if key != "rng_state"}
         self._log.called(func, args, kwargs or {}, out)
         return out
 
@@ -93,11 +106,21 @@ def _events_so_far() -> int:
     return int(stats["allocation.all.allocated"]) + int(stats["allocation.all.freed"])
 
 
+def _collected_bytes() -> int:
+    """Of tensors that nothing but Python's cycle collector gives back, and that now are."""
+    before = torch.cuda.memory_allocated()
+    gc.unfreeze()
+    gc.collect()
+    return int(before - torch.cuda.memory_allocated())
+
+
 class _Moments(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self, log: _Log, steps: int) -> None:
         self._log, self._steps = log, steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        gc.collect()
+        gc.disable()
         self._log.begin("step")
         self._log.cpu_s.append(time.process_time())
         torch.compiler.set_stance("force_eager")
@@ -105,11 +128,17 @@ class _Moments(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 1:
             torch.compiler.set_stance("default")
+            gc.collect()
             torch.cuda.empty_cache()  # what the eager step reserved is not the compiled ones'
+        elif state.global_step == 2:
+            gc.freeze()  # what compiling left behind stays to the end, what a step leaves is collected as ever
+            gc.enable()
         self._log.peaks.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
         torch.cuda.reset_peak_memory_stats()
         self._log.cpu_s.append(time.process_time())
         self._log.begin("step" if state.global_step < self._steps else "end")
+        if state.global_step == self._steps:
+            self._log.uncollected_bytes = _collected_bytes()
 
 
 def _watched(trainer: Any, log: _Log, first_measured: int) -> None:
@@ -155,6 +184,7 @@ def _run(order: CompileOrder, workload: Workload, batch: int, output: Path) -> d
         "moments": log.moments,
         "costs": [(phase, name, dataclasses.astuple(one)) for phase, name, one in log.costs],
         "peaks": log.peaks,
+        "uncollected_bytes": log.uncollected_bytes,
         "compile_s": max(0.0, log.cpu_s[-3] - log.cpu_s[0] - (order.steps - 2) * steady_s),
     }
 

@@ -116,6 +116,11 @@ class CompiledStep:
     launches: float  # of one forward and backward, torch's own kernels included
     eager_launches: float  # the same before
     mode: str = "default"
+    uncollected: tuple[float, float] = (0.0, 0.0)  # bytes that only Python's cycle collector gives back: constant, slope over the batch
+
+    def uncollected_bytes(self, batch: int) -> int:
+        constant, slope = self.uncollected
+        return max(0, round(constant + slope * batch))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

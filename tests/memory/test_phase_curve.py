@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hfopt.errors import TraceError
-from hfopt.memory.phase_curve import CompiledRun, PhaseCurve, phase_curve
+from hfopt.memory.phase_curve import CompiledRun, PhaseCurve, phase_curve, uncollected
 from hfopt.trace.events import FREED, Moment, trace_of
 
 WEIGHT, STATE, ACTIVATION, HEAD = 10_000, 20_000, 3_000, 700
@@ -91,6 +91,14 @@ def test_a_pool_of_cuda_graphs_grows_with_the_layers_and_the_batch() -> None:
     found = phase_curve([[kept(layers, batch) for batch in (8, 16)] for layers in (2, 3)], 10.0, 0, captured=True)
     spare = [found.replay(batch).reserved_bytes - found.replay(batch).allocated_bytes for batch in (8, 16, 32)]
     assert spare == [12 * (WEIGHT + 10 * batch) for batch in (8, 16, 32)]
+
+
+def test_what_waits_for_pythons_collector_is_carried_on_like_the_rest() -> None:
+    def left(layers: int, batch: int) -> CompiledRun:
+        return replace(compiled(layers, batch), uncollected_bytes=50 * batch + 7 * layers)
+
+    constant, slope = uncollected([[left(layers, batch) for batch in (8, 16)] for layers in (2, 3)], 10.0)
+    assert (constant, slope) == (7 * 12, 50)
 
 
 def test_the_largest_batch_is_the_last_that_fits() -> None:

@@ -16,11 +16,20 @@ from hfopt.planner import plan
 from hfopt.planner.choices import compile_choices
 from hfopt.pricing import compiled
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.compiled import compile_note, compile_reason, compiler_of, over_the_run, run_steps, why_not_compiled
+from hfopt.pricing.compiled import (
+    compile_assumed,
+    compile_note,
+    compile_reason,
+    compiler_of,
+    over_the_run,
+    run_steps,
+    uncollected_note,
+    why_not_compiled,
+)
 from hfopt.probe.compiled_step import PLANNED_AS
-from hfopt.schema import Candidate, CompiledStep, Gpu, StepSettings, StepTime
+from hfopt.schema import Candidate, CompiledStep, Gpu, MemoryPeak, StepSettings, StepTime
 from hfopt.speed.step_time import RankTraffic
-from hfopt.units import GIB
+from hfopt.units import GIB, MIB
 
 CARD = Gpu(name="card", vendor="nvidia", memory_bytes=24 * GIB, capability=(8, 6), sms=28)
 STEP = CompiledStep(compile_s=100.0, graphs=2, graph_breaks=0, kernels=20, launches=60, eager_launches=100)
@@ -113,6 +122,26 @@ def test_the_reason_says_when_it_has_paid_for_itself() -> None:
     assert "the length of the run is unknown" in compile_reason(STEP, time(1.0), time(0.6), None)
     assert "paid" not in compile_reason(STEP, time(1.0), time(1.2), None)
     assert compile_reason(None, time(1.0), time(1.0), None).endswith("allowed by --allow torch_compile")
+
+
+def test_what_a_run_may_be_without_is_said_where_it_is_much() -> None:
+    peak = MemoryPeak(batch=8, allocated_bytes=1000 * MIB, reserved_bytes=1200 * MIB, context_bytes=0)
+    held = replace(STEP, uncollected=(20.0 * MIB, 10.0 * MIB))
+    (said,) = uncollected_note(held, 8, peak)
+    assert "100 MiB of the memory" in said and "garbage collector" in said
+    assert uncollected_note(STEP, 8, peak) == uncollected_note(None, 8, peak) == ()
+    assert uncollected_note(replace(STEP, uncollected=(10.0 * MIB, 0.0)), 8, peak) == (), "a hundredth is not much"
+
+
+def test_what_compiled_figures_rest_on_is_said_before_them() -> None:
+    plain = Candidate(per_device_batch=4, accumulation=1, precision="bf16")
+    asked = replace(plain, torch_compile=True)
+    assert compile_assumed(plain, None) == ()
+    (guess,) = compile_assumed(asked, None)
+    assert guess.guessed and guess.value == "with the eager step's memory"
+    (known,) = compile_assumed(asked, replace(STEP, mode="reduce-overhead"))
+    assert not known.guessed and known.value is not None
+    assert known.value.startswith("(reduce-overhead) as compiled on the virtual GPU") and "not compared with a card" in known.value
 
 
 def test_a_candidate_is_compiled_only_where_something_can_compile_it(tmp_path: Path) -> None:

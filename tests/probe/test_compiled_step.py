@@ -65,6 +65,32 @@ def test_a_tiny_llama_is_predicted_as_it_is_compiled(tmp_path: Path, more: str) 
 
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
+def test_attention_with_dropout_is_computed_again_where_it_is_checkpointed(tmp_path: Path) -> None:
+    """Inductor wraps it, to restore the random state that it began with: such a step was not compiled at all."""
+    bert = {"model_type": "bert", "architectures": ["BertForSequenceClassification"], "num_key_value_heads": None, "num_hidden_layers": 2}
+    job, settings = tiny(tmp_path, "gradient_checkpointing: true\n", **bert)
+    (found,) = compiled_runs(job, CARD, replace(settings, torch_compile=True), [((None, 8),)])
+    costs = found["runs"][0]["costs"]
+    attention = [(phase, name.rpartition("_")[2]) for phase, name, _ in costs if name.startswith("aten::_scaled_dot")]
+    assert sorted(attention) == 2 * [("backward", "attention")] + 2 * [("backward", "backward")] + 2 * [("forward", "attention")]
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_tensors_that_wait_for_pythons_collector_are_counted_and_told_apart(tmp_path: Path) -> None:
+    """GPT-2's loss warns of its name, which cuts its graph: the frames of that first forward stay in cycles, with its logits."""
+    gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "num_hidden_layers": 2, "vocab_size": 8192}
+    job, settings = tiny(tmp_path, **gpt2)
+    logits = 64 * 8192 * (2 + 4)  # of one sample: in bfloat16, and in float32 for the loss
+    (found,) = compiled_runs(job, CARD, replace(settings, torch_compile=True), [((None, 8), (None, 16))])
+    low, high = (run["uncollected_bytes"] for run in found["runs"])
+    assert (high - low) / 8 == pytest.approx(logits, rel=0.1) and low >= 8 * logits
+    peaks = [run["peaks"][-1][0] for run in found["runs"]]
+    assert peaks[1] - high < peaks[1] - 0.9 * 16 * logits, "they are part of what is counted"
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
 def test_what_cannot_be_built_there_is_said_in_one_sentence(tmp_path: Path) -> None:
     job, settings = tiny(tmp_path, hidden_size=65)
     with pytest.raises(DryRunError, match="Error"):
