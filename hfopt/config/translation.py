@@ -136,10 +136,9 @@ def read_accelerate_file(path: Path) -> AccelerateFile:
     arguments = {**precision, **_engine(data, kind, path), **_parallel(data)}
     if data.get("use_cpu") is True or kind == "MULTI_CPU":
         arguments["use_cpu"] = True
-    compiled = data.get("dynamo_config")
-    if isinstance(compiled, dict) and str(compiled.get("dynamo_backend") or "NO").upper() != "NO":
-        arguments["torch_compile"] = True
-    return AccelerateFile(processes=processes, machines=machines or 1, arguments=arguments, notes=notes)
+    compiled, compile_notes = _compiled(data)
+    notes = (*notes, *compile_notes)
+    return AccelerateFile(processes=processes, machines=machines or 1, arguments={**arguments, **compiled}, notes=notes)
 
 
 def _count(data: Mapping[str, Any], key: str, path: Path) -> int | None:
@@ -159,6 +158,21 @@ def _precision(data: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], tup
     if word == "fp8":
         return {"bf16": True}, ("mixed_precision: fp8 is planned as bf16: float8 matmuls are not modelled",)
     return ({word: True} if word != "no" else {}), ()
+
+
+def _compiled(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    section = data.get("dynamo_config")
+    settings = {} if not isinstance(section, dict) else {str(key).removeprefix("dynamo_"): value for key, value in section.items()}
+    backend, mode = (str(settings.get(key) or "").lower() for key in ("backend", "mode"))
+    if backend in ("", "no"):
+        return {}, ()
+    found = {"torch_compile": True, "torch_compile_backend": backend, "torch_compile_mode": mode}
+    notes = []
+    if settings.get("use_regional_compilation") is True:
+        notes.append("dynamo_use_regional_compilation: the step is planned as if the whole model were compiled at once")
+    if settings.get("use_dynamic") is True:
+        notes.append("dynamo_use_dynamic: the step is planned as compiled for one shape")
+    return {key: value for key, value in found.items() if value not in ("", "default")}, tuple(notes)
 
 
 def _engine(data: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any]:

@@ -61,12 +61,27 @@ def test_deepspeed(tmp_path: Path) -> None:
         ("distributed_type: 'NO'\nmixed_precision: no\n", {}),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", {"bf16": True}),
         ("distributed_type: NO\nuse_cpu: true\n", {"use_cpu": True}),
-        ("distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR}\n", {"torch_compile": True}),
+        (
+            "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: default}\n",
+            {"torch_compile": True, "torch_compile_backend": "inductor"},
+        ),
+        (
+            "distributed_type: NO\ndynamo_config: {dynamo_backend: AOT_EAGER, dynamo_mode: reduce-overhead}\n",
+            {"torch_compile": True, "torch_compile_backend": "aot_eager", "torch_compile_mode": "reduce-overhead"},
+        ),
+        ("distributed_type: NO\ndynamo_config: {dynamo_backend: 'NO', dynamo_mode: max-autotune}\n", {}),
         ("distributed_type: MULTI_GPU\nparallelism_config: {parallelism_config_tp_size: 2}\n", {"parallelism_config": {"tp_size": 2}}),
     ],
 )
 def test_precision_and_the_rest(tmp_path: Path, lines: str, expected: dict[str, Any]) -> None:
     assert read(tmp_path, HEAD + lines).arguments == expected
+
+
+def test_what_of_a_compile_is_not_modelled_is_said(tmp_path: Path) -> None:
+    dynamo = "dynamo_backend: INDUCTOR, dynamo_use_regional_compilation: true, dynamo_use_dynamic: true"
+    (regional, dynamic) = read(tmp_path, HEAD + f"distributed_type: NO\ndynamo_config: {{{dynamo}}}\n").notes
+    assert "whole model were compiled at once" in regional and "one shape" in dynamic
+    assert read(tmp_path, HEAD + "distributed_type: NO\ndynamo_config: {dynamo_backend: INDUCTOR}\n").notes == ()
 
 
 @pytest.mark.parametrize(
