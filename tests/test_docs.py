@@ -57,6 +57,17 @@ def test_every_key_the_planner_may_touch_is_documented() -> None:
     assert touched <= set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "planner.md").read_text(), re.M))
 
 
+def test_each_feature_of_the_virtual_gpu_names_a_test_that_exists() -> None:
+    table = (ROOT / "docs" / "virtual_gpu.md").read_text().partition("| feature |")[2].partition("\n\n")[0]
+    rows = [re.findall(r"[^|]+", line) for line in table.splitlines()[2:]]
+    assert len(rows) > 15
+    for feature, answer, tests in rows:
+        named = re.findall(r"`([\w/]+\.py)::(\w+)`", tests)
+        assert named or answer.strip() == "not modelled", f"{feature.strip()} names no test"
+        for file, name in named:
+            assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.M), f"tests/{file} has no {name}"
+
+
 def test_the_tree_of_the_architecture_is_that_of_today() -> None:
     text = module_tree.DOCUMENT.read_text(encoding="utf-8")
     assert text == module_tree.written(text), "run python tests/support/module_tree.py"

@@ -100,6 +100,50 @@ def test_deepspeed_keeps_its_states_elsewhere_and_its_host_adam_is_not_compiled(
     assert library.create_adam(0, 1e-3) is None and library.adam_update(0, 1, flat) is None
 
 
+REGIONS = """
+import warnings
+warnings.simplefilter("ignore")
+import torch
+from accelerate.utils import compile_regions
+from torch._dynamo.utils import counters
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x)).sigmoid()
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def live(model):
+    x = torch.zeros(4096, 64, device="cuda", requires_grad=True)
+    model(x).sum().backward()
+    before = torch.cuda.memory_allocated()
+    y = model(x)
+    return (torch.cuda.memory_allocated() - before) / x.nbytes
+
+model = Model().cuda()
+facts["eager"] = live(model)
+facts["regions"] = live(compile_regions(model))
+facts["graphs"] = counters["stats"]["unique_graphs"]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.virtual_gpu
+def test_equal_regions_are_compiled_once(on_virtual: OnVirtual) -> None:
+    found = on_virtual(REGIONS, TORCHINDUCTOR_COMPILE_THREADS="1")
+    assert found["graphs"] == 1 and found["regions"] < found["eager"]
+
+
 FLEX = """
 import warnings
 warnings.simplefilter("ignore")

@@ -63,6 +63,10 @@ for _ in range(4):
     y = None
     y = chain(x)
 facts["results"] = (torch.cuda.max_memory_allocated() - x.nbytes) / y.nbytes
+squared = torch.cuda.jiterator._create_jit_fn("template <typename T> T squared(T x) { return x * x; }")
+before = torch.cuda.memory_allocated()
+z = squared(x)
+facts["jitted"] = (torch.cuda.memory_allocated() - before) / x.nbytes
 '''
 
 
@@ -75,4 +79,4 @@ def test_trainer_runs_get_through(on_virtual: Callable[..., Any], card: Gpu) -> 
 
 @pytest.mark.virtual_gpu
 def test_a_fused_graph_allocates_only_its_result(on_virtual: Callable[..., Any]) -> None:
-    assert on_virtual(FUSED)["results"] == 1
+    assert on_virtual(FUSED) == {"results": 1, "jitted": 1}
