@@ -5,7 +5,8 @@ places, so they cannot be matched one by one as those of eager traces are. What 
 forward, and falls or rises through the backward. So of each phase three things are carried on, along the depth for each batch size, then
 along the batch: what lives when it begins, what lives when it ends, and its highest moment. The two ends lie on lines exactly; to each is
 added how far memory rose above it in its half of the phase (a head's or one layer's temporaries, which no depth multiplies). The highest
-moment is a maximum of lines, which a line through two of its points does not exceed beyond them. The peak is the highest of all three.
+moment is a maximum of lines, which a line through two of its points does not exceed beyond them; where it lies by the same end at both
+depths it is that end's already, and what one more layer seems to add to it is the compiler's choice. The peak is the highest of all three.
 
 Known limit: a moment amid a phase that is the highest of the deep model alone lies above all three.
 
@@ -125,11 +126,18 @@ def _carried(shallow: Trace, deep: Trace, share: float) -> dict[Spot, float]:
         values: dict[Spot, float] = {
             (phase, "begin"): _on(float(low[0]), float(high[0]), share) + max(above_low[0], above_high[0]),
             (phase, "end"): _on(float(low[-1]), float(high[-1]), share) + max(above_low[1], above_high[1]),
-            (phase, "highest"): _on(float(low.max()), float(high.max()), share),
         }
+        values[phase, "highest"] = max(values.values()) if _at_one_end(low, high) else _on(float(low.max()), float(high.max()), share)
         for spot, value in values.items():
             found[spot] = max(found.get(spot, 0.0), value)
     return found
+
+
+def _at_one_end(low: Any, high: Any) -> bool:
+    """Whether the highest moment is as far from the begin in both, or as far from the end: a layer more moves one amid the phase."""
+    layers = len(high) - len(low)
+    begin = int(high.argmax()) - int(low.argmax())
+    return min(abs(begin), abs(layers - begin)) < abs(layers) / 4
 
 
 def _above_ends(live: Any) -> tuple[float, float]:
