@@ -26,13 +26,14 @@ def rehearse(
     steps: int = typer.Option(3, "--steps", min=1, help="Optimizer steps to run before the evaluation and the checkpoint."),
     vram: str | None = typer.Option(None, "--vram", help="Memory of the card, when it is not the usual one: 24GiB."),
     timeout: float = typer.Option(600.0, "--timeout", min=1.0, help="Seconds after which the script is ended."),
-    timed: bool = typer.Option(False, "--time", help="Also predict the step time from what the script launches; takes 3 steps or more."),
+    timed: bool = typer.Option(False, "--time", help="Also predict the step time from what the script launches; takes 4 steps or more."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON on stdout."),
 ) -> None:
     """Run a training script unmodified on a virtual GPU. Does it start, does it fit, where does it peak?
 
     Memory is counted by PyTorch's own CUDA allocator; kernels compute nothing, so losses and times shown by the script mean nothing.
-    With --time hfopt prices every kernel, copy and collective that the steps launch: a prediction, nothing is measured on a card.
+    With --time hfopt prices every kernel, copy and collective that the steps launch, and the script's own clock shows it: a prediction,
+    nothing is measured on a card.
     Nothing the Trainer writes reaches your folders. Exit code: 0 it fits, 1 the card lacks something it asks for, 3 out of memory,
     4 the rehearsal did not get through; a script that fails by itself passes its own code on.
 
@@ -109,7 +110,8 @@ def _show(seen: Rehearsal) -> None:
     console.print(f"{seen.message}{_room(seen)}")
     if not seen.phases and seen.outcome == "unsupported":  # nothing was run
         return
-    console.print("Losses, metrics and times printed by the script mean nothing here: kernels of the virtual GPU compute nothing.")
+    meant = "Losses and metrics" if seen.time is not None else "Losses, metrics and times"
+    console.print(f"{meant} printed by the script mean nothing here: kernels of the virtual GPU compute nothing.")
 
 
 def _room(seen: Rehearsal) -> str:

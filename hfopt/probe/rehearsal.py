@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hfopt.compat.versions import TorchBuild, missing_kernels
 from hfopt.errors import VirtualGpuError
-from hfopt.probe.rehearsed_time import rehearsed_time
+from hfopt.files import write_whole
+from hfopt.probe.rehearsed_time import rehearsed_time, step_clock
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Gpu, PhasePeak, Rehearsal
@@ -33,7 +36,8 @@ _ORDER = (
     "evaluation",
     "saving",
 )
-FEWEST_TIMED_STEPS = 3
+FEWEST_TIMED_STEPS = 4
+_POLL_S = 0.02
 _QUIET = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "DISABLED", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -49,7 +53,8 @@ def rehearse(
 ) -> Rehearsal:
     """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards.
 
-    timed: also price what the steps launch, which takes three of them: one to warm up, one for the kernels, one for the host."""
+    timed: also price what the steps launch, which takes four of them: one to warm up, one for the kernels, one for the host, and one by the
+    clock that follows from them."""
     steps = max(steps, FEWEST_TIMED_STEPS) if timed else steps
     words = normal_command(command)
     built = find_toolchain(_interpreter(words)).torch
@@ -61,11 +66,36 @@ def rehearse(
         env |= _QUIET | {"HFOPT_REHEARSAL": str(folder), "HFOPT_REHEARSAL_STEPS": str(steps), "HFOPT_VIRTUAL_STRICT": "1"}
         if timed:
             env["HFOPT_VIRTUAL_JOURNAL"] = str(folder)
-        ended = child_process.run(words, folder=folder, timeout_s=timeout_s, env=env)
+        with _clocks(folder, gpu) if timed else nullcontext():
+            ended = child_process.run(words, folder=folder, timeout_s=timeout_s, env=env)
         reports = _read_reports(folder)
         time = rehearsed_time(folder, gpu, reports) if timed else None
     frame = Rehearsal(**_frame(gpu, count, context_bytes, reports), wall_s=ended.wall_s, time=time)
     return _judge(ended, reports, frame, steps, timeout_s)
+
+
+@contextmanager
+def _clocks(folder: Path, gpu: Gpu) -> Iterator[None]:
+    """Meanwhile each process of the script that asks is told the times of its step (hfopt/virtual/site/hfopt_rehearsal_clock.py)."""
+    over = threading.Event()
+
+    def answer() -> None:
+        while not over.wait(_POLL_S):
+            for wanted in folder.glob("clock-wanted-*"):
+                pid, found = wanted.name.rpartition("-")[2], None
+                wanted.unlink()
+                try:
+                    found = step_clock(folder, pid, gpu)
+                finally:  # the process waits for it
+                    write_whole(folder / f"clock-{pid}.json", json.dumps(found))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def normal_command(command: Sequence[str]) -> list[str]:

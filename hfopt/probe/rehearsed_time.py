@@ -19,7 +19,7 @@ from hfopt.schema import Gpu, OpCost, Precision, RehearsedPhase, RehearsedTime, 
 from hfopt.speed.device_speed import HostCost, Speed, speed_of
 from hfopt.speed.launch_timeline import IssuedEvent, LaidOutStep, lay_out
 from hfopt.speed.step_time import StepTimer
-from hfopt.virtual.launch_cost import OUTSIDE, Issue, ProcessJournal, RecordedStep, fetch_seconds, grouped, issues, read_journal
+from hfopt.virtual.launch_cost import OUTSIDE, Entry, Issue, ProcessJournal, RecordedStep, fetch_seconds, grouped, issues, read_journal
 
 PHASES = ("data", "forward", "backward", "optimizer", "between")
 LAUNCHING = ("forward", "backward", "optimizer")
@@ -40,6 +40,16 @@ def rehearsed_time(folder: Path, gpu: Gpu, reports: Sequence[Mapping[str, Any]])
         if found is not None:
             timed.append(found)
     return max(timed, key=lambda one: one.step_s, default=None)
+
+
+def step_clock(folder: Path, pid: str, gpu: Gpu) -> dict[str, Any] | None:
+    """What the clock of a rehearsed process shows in the course of a step, as csrc/clock.c wants it: nanoseconds since the step began, of
+    the host and of the card, before the first launch of each visit of a phase and after each one. None where no step can be priced yet."""
+    speed, journal = speed_of(gpu), folder / f"journal-{pid}.tsv"
+    if speed is None or not journal.exists():
+        return None
+    fetched = fetch_seconds(folder)
+    return _Pricing(read_journal(journal), gpu, speed, statistics.median(fetched) if fetched else 0.0).clock()
 
 
 # ---------------------------------------------------------------------------------------------- the host
@@ -82,6 +92,7 @@ def _usual_s(gaps: Sequence[float]) -> float | None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Laid:
     timeline: LaidOutStep
+    entries: tuple[Entry, ...]  # one for each event that was laid out
     by_timer: StepTime
     launches: int
     phase_launches: Mapping[str, int]
@@ -96,12 +107,16 @@ class _Pricing:
         self._link_bytes_per_s = {"host": gpu.pcie_bytes_per_s, "ranks": speed.link_bytes_per_s}
 
     def time(self, report: Mapping[str, Any]) -> RehearsedTime | None:
-        with_operations = [step for step in self._journal.steps if step.with_operations]
-        if not with_operations:
-            return None
+        laid, host = self._laid()
+        return _result(laid, host, report) if laid else None
+
+    def clock(self) -> dict[str, Any] | None:
+        laid, _ = self._laid()
+        return _clock(laid[-1]) if laid else None
+
+    def _laid(self) -> tuple[list[_Laid], _HostWork]:
         host = _host_work([step for step in self._journal.steps if not step.with_operations], self._speed.host)
-        laid = [self._step(step, host) for step in with_operations]
-        return _result(laid, host, report)
+        return [self._step(step, host) for step in self._journal.steps if step.with_operations], host
 
     def _step(self, step: RecordedStep, host: _HostWork) -> _Laid:
         found = list(issues(step, self._journal.kernel_names))
@@ -109,7 +124,8 @@ class _Pricing:
         precision: Precision = "tf32" if step.facts.get("tf32") == "1" else "fp32"
         timer = StepTimer(ops, self._speed, precision)
         seconds = {replace(op, count=1.0): each for op, each in zip(ops, timer.each_kernel_s(1), strict=True)}
-        events = list(self._events(found, host, seconds))
+        pairs = list(self._events(found, host, seconds))
+        events = [event for _, event in pairs]
         workers = int(step.facts.get("workers", "0"))
         batches = int(step.facts.get("micro_batches", "1"))
         fetch_s = self._fetch_s * (host.scale or 1.0) * batches / workers if workers else 0.0
@@ -121,13 +137,14 @@ class _Pricing:
             kinds[kind] = kinds.get(kind, 0.0) + op.count * each / timeline.step_s
         return _Laid(
             timeline=timeline,
+            entries=tuple(entry for entry, _ in pairs),
             by_timer=timer.at(1),
             launches=len(launched),
             phase_launches={phase: sum(event.phase == phase for event in launched) for phase in PHASES},
             shares=kinds,
         )
 
-    def _events(self, found: Sequence[Issue], host: _HostWork, seconds: Mapping[OpCost, float]) -> Iterator[IssuedEvent]:
+    def _events(self, found: Sequence[Issue], host: _HostWork, seconds: Mapping[OpCost, float]) -> Iterator[tuple[Entry, IssuedEvent]]:
         work_s = input_s = 0.0
         for issue in found:
             entry = issue.entry
@@ -138,7 +155,7 @@ class _Pricing:
                 continue
             event = replace(self._event(issue, seconds), work_s=work_s, input_s=input_s)
             work_s = input_s = 0.0
-            yield event
+            yield entry, event
 
     def _event(self, issue: Issue, seconds: Mapping[OpCost, float]) -> IssuedEvent:
         entry, cost = issue.entry, self._speed.host
@@ -156,6 +173,26 @@ class _Pricing:
             device_s = self._speed.kernel_floor_s + (issue.link_bytes / rate if rate else 0.0)
         kind = "collective" if issue.link == "ranks" else "launch"
         return IssuedEvent(kind=kind, phase=phase, launch_s=launch_s, device_s=device_s, stream=entry.stream)
+
+
+def _clock(laid: _Laid) -> dict[str, Any]:
+    """Between two launches it stands."""
+    visits: dict[int, list[tuple[float, float]]] = {}
+    reached = (0.0, 0.0)
+    for entry, mark in zip(laid.entries, laid.timeline.marks, strict=True):
+        for visit in range(len(visits), entry.visit + 1):
+            visits[visit] = [reached]
+        if entry.launches or entry.kind == "op":
+            reached = mark
+            places = visits[entry.visit]
+            after = entry.place + entry.launches
+            places += [places[-1]] * (after + 1 - len(places))
+            places[after] = mark
+    starts = [0]
+    for places in visits.values():
+        starts.append(starts[-1] + len(places))
+    times = [round(1e9 * seconds) for places in visits.values() for pair in places for seconds in pair]
+    return {"step_ns": round(1e9 * laid.timeline.step_s), "starts": starts, "times_ns": times}
 
 
 def _result(laid: Sequence[_Laid], host: _HostWork, report: Mapping[str, Any]) -> RehearsedTime:

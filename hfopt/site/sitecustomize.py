@@ -98,6 +98,8 @@ if "HFOPT_HOME" in os.environ:
     sys.meta_path.append(OnlyHfopt())
 if "HFOPT_HANDOFF" in os.environ:
     after_import("transformers.trainer", _protect)
+if "HFOPT_VIRTUAL_JOURNAL" in os.environ and (clock := importlib.import_module("hfopt_rehearsal_clock").clock) is not None:
+    clock.show()
 if "HFOPT_VIRTUAL_STATE" in os.environ:
     after_import("torch", _make_virtual)
 _next_sitecustomize()

@@ -40,6 +40,7 @@ class LaidOutStep:
     phase_s: dict[str, float] = field(default_factory=dict)
     phase_busy_s: dict[str, float] = field(default_factory=dict)
     idle_s: dict[str, float] = field(default_factory=dict)
+    marks: list[tuple[float, float]] = field(default_factory=list)  # after each event, since the step began: the host, all of the card
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +149,11 @@ def lay_out(events: Sequence[IssuedEvent], *, sync_s: float, fetch_s: float = 0.
     layout = _Layout(sync_s)
     before = 0.0
     for _ in range(REPEATS):
-        before = layout.front_s
+        before, began_s = layout.front_s, layout.host_s
         layout.begin()
         for event in events:
             layout.take(event)
+            layout.seen.marks.append((layout.host_s - began_s, max(layout.host_s, layout.front_s) - began_s))
     seen = layout.seen
     seen.step_s = layout.front_s - before
     if fetch_s > seen.step_s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from hfopt.hardware.detect import named
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.probe.rehearsal import rehearse
-from hfopt.probe.rehearsed_time import rehearsed_time
+from hfopt.probe.rehearsed_time import rehearsed_time, step_clock
 from hfopt.schema import DataSpec, Gpu, ModelSpec, RehearsedTime, StepSettings
 from hfopt.speed.device_speed import speed_of
 from hfopt.speed.step_time import StepTimer
@@ -116,6 +118,20 @@ def test_no_step_or_a_card_of_unknown_speed_has_no_time(tmp_path: Path) -> None:
     assert rehearsed_time(tmp_path, Gpu(name="unknown", memory_bytes=GIB), []) is None
 
 
+def test_the_clock_of_a_step_knows_each_launch_and_ends_with_the_step(tmp_path: Path) -> None:
+    found, speed = timed(tmp_path, written()), speed_of(CARD)
+    clock = step_clock(tmp_path, "7", CARD)
+    assert clock is not None and speed is not None
+    pairs = list(zip(clock["times_ns"][::2], clock["times_ns"][1::2], strict=True))
+    # the visits: nothing before the first phase, between, forward, backward, optimizer; one more time than launches in each
+    assert [b - a for a, b in zip(clock["starts"], clock["starts"][1:], strict=False)] == [1, 1, 11, 21, 6]
+    host, card = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    assert host == sorted(host) and card == sorted(card) and all(there >= here for here, there in pairs)
+    assert host[3] == pytest.approx(1e9 * speed.host.forward_s, rel=1e-3)
+    assert clock["step_ns"] == pytest.approx(1e9 * found.step_s, rel=1e-6)
+    assert step_clock(tmp_path, "8", CARD) is None
+
+
 # ---------------------------------------------------------------------------------------------- on the virtual GPU
 
 TRAINER_SCRIPT = """
@@ -127,11 +143,22 @@ args = TrainingArguments("out", max_steps=9, per_device_train_batch_size=64, rep
 Trainer(model=BertForSequenceClassification(BertConfig(num_hidden_layers=4)), args=args, train_dataset=rows).train()
 """
 LOOP_SCRIPT = """
+import json, time
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4096)).cuda()
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 for step in range(10):
+    begun, event = time.perf_counter(), torch.cuda.Event(enable_timing=True)
+    event.record()
     model(torch.zeros(4096, 4096, device="cuda")).sum().backward()
+    done = torch.cuda.Event(enable_timing=True)
+    done.record()
+    queued = time.perf_counter() - begun
+    torch.cuda.synchronize()
+    waited = time.perf_counter() - begun
+    if step:
+        time.sleep(0.25)
+        print("seen", json.dumps([queued, waited, event.elapsed_time(done) / 1e3, time.perf_counter() - begun]))
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -151,7 +178,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], l
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 def test_a_trainer_script_takes_what_its_trace_says_and_the_memory_it_takes_untimed(
-    script: Callable[[str], list[str]], tmp_path: Path
+    script: Callable[[str], list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import BertConfig
 
@@ -165,6 +192,8 @@ def test_a_trainer_script_takes_what_its_trace_says_and_the_memory_it_takes_unti
     settings = StepSettings(optim="adamw_torch_fused", capability=CARD.capability, multiprocessors=CARD.sms)
     traced = StepTimer(estimate(workload, settings).ops, speed, "fp32").at(64)
     assert seen.time.busy_s == pytest.approx(traced.busy_s, rel=0.05)
+    logged = re.search(r"'train_samples_per_second': '?([\d.]+)", capfd.readouterr().err)
+    assert logged is not None and float(logged[1]) == pytest.approx(seen.time.samples_per_s, rel=0.05)
     assert {phase.phase for phase in seen.time.phases} >= {"forward", "backward", "optimizer"}
     assert sum(phase.wall_s for phase in seen.time.phases) == pytest.approx(seen.time.step_s)
     untimed = rehearse(command, CARD)
@@ -174,7 +203,9 @@ def test_a_trainer_script_takes_what_its_trace_says_and_the_memory_it_takes_unti
 
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
-def test_a_script_without_a_trainer_is_timed_by_its_optimizer(script: Callable[[str], list[str]]) -> None:
+def test_a_script_without_a_trainer_is_timed_by_its_optimizer(
+    script: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
     seen = rehearse(script(LOOP_SCRIPT), CARD, timed=True)
     assert seen.time is not None, seen.message
     speed = speed_of(CARD)
@@ -185,3 +216,10 @@ def test_a_script_without_a_trainer_is_timed_by_its_optimizer(script: Callable[[
     assert phases["backward"].busy_s == pytest.approx(1.5 * phases["forward"].busy_s, rel=0.1)
     assert phases["optimizer"].launches >= 1
     assert seen.time.samples_per_s is None
+    # its own clock: of the step after those that hfopt had to see, which is the last
+    queued, waited, between_events, slept = json.loads(re.findall(r"^seen (.*)$", capfd.readouterr().err, re.MULTILINE)[-1])
+    kernels_s = phases["forward"].busy_s + phases["backward"].busy_s
+    assert queued < 0.2 * waited
+    assert waited == pytest.approx(kernels_s, rel=0.1)
+    assert between_events == pytest.approx(kernels_s, rel=0.1)
+    assert slept - waited == pytest.approx(0.25, abs=0.001)

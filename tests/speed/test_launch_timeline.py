@@ -41,6 +41,11 @@ def test_fetching_data_and_python_are_told_apart() -> None:
     assert seen.step_s == pytest.approx(sum(seen.phase_s.values()))
 
 
+def test_marks_say_where_host_and_card_are_after_each_event() -> None:
+    seen = lay_out([launch(10.0), launch(0.5, phase="backward"), SYNC], sync_s=0.25)
+    assert seen.marks == [pytest.approx(pair) for pair in ((1.0, 11.0), (2.0, 11.5), (11.75, 11.75))]
+
+
 def test_streams_run_beside_each_other_until_one_waits() -> None:
     beside = [launch(10.0), launch(10.0, stream="7")]
     assert lay_out(beside, sync_s=0.0).step_s == pytest.approx(10.0)

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "card.h"
+#include "clock.h"
 
 static FILE *out;
 static int recording;
@@ -61,6 +62,7 @@ void journal(const char *kind, const void *stream, const char *format, ...)
     va_start(values, format);
     pthread_mutex_lock(&lock);
     write_line(kind, stream, format, values);
+    clock_passes(kind);
     pthread_mutex_unlock(&lock);
     va_end(values);
 }
@@ -82,6 +84,10 @@ API int hfopt_journal_record(int on)
     recording = open_file() && on;
     if (!on && out && owner == getpid()) fflush(out);
     return recording;
+}
+API void hfopt_journal_flush(void)
+{
+    if (journal_on()) fflush(out);
 }
 API void hfopt_journal_note(const char *kind, const char *text) { journal(kind, NULL, "%s", text); }
 API void hfopt_journal_operation(void) { operation = __atomic_add_fetch(&last_operation, 1, __ATOMIC_RELAXED); }

@@ -82,6 +82,7 @@ def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> A
             recorder.report["micro_batch"] = now
             recorder.report["accumulation"] = args.gradient_accumulation_steps
             recorder.enter("step 1: forward")
+            journal.train_begins()
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             recorder.enter(*((LATER, "optimizer") if state.global_step else (OPTIMIZER,)))
@@ -102,6 +103,15 @@ def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> A
                 control.should_evaluate = control.should_evaluate or (trainer.eval_dataset is not None and "evaluation" not in did)
                 control.should_save = control.should_save or "saving" not in did
             return control
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            counts_done = hasattr(trainer, "_initial_global_step")  # transformers 5.2x: before, its rates were those of all steps
+            counted = state.global_step if counts_done else state.max_steps
+            if control.should_training_stop and journal.train_ends(state.global_step, counted):
+                recorder.note(
+                    f"the script's clock showed predicted times: a train_runtime in its log is that of {counted} steps, without evaluation "
+                    "and saving"
+                )
 
     return Follow()
 
