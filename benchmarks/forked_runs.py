@@ -17,12 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hfopt.probe.dry_run import Extent
+from hfopt.probe.dry_run import Extent, write_order
 from hfopt.schema import Candidate, Gpu, TrainJob
 from hfopt.virtual.environment import environment
 
@@ -52,12 +51,9 @@ class ForkedRuns:
         assert self._server.stdin is not None and self._server.stdout is not None
         with tempfile.TemporaryDirectory(dir=self._folder.name) as name:
             folder = Path(name)
-            plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))
-            (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": "virtual", "extent": EXTENT}))
-            os.mkfifo(folder / "candidate")
             card = environment(gpu, context_bytes=context_bytes, state=folder / "board")
             told = {key: value for key, value in card.items() if key.startswith("HFOPT_VIRTUAL_")}
-            with os.fdopen(os.open(folder / "candidate", os.O_RDWR), "wb", buffering=0) as pipe:
+            with write_order(job, "virtual", EXTENT, folder, eager=False) as pipe:
                 pipe.write(pickle.dumps((candidate, None)))
                 self._server.stdin.write(json.dumps({"folder": name, "card": told, "timeout_s": timeout_s}) + "\n")
                 self._server.stdin.flush()

@@ -162,7 +162,7 @@ class Prepared:
         with contextlib.ExitStack() as stack:
             self._folder = stack.enter_context(child_process.scratch_folder())
             env = child_environment(device, gpu, context_bytes, self._folder)
-            self._order = stack.enter_context(_order(job, device, extent or Extent(), self._folder, eager=eager))
+            self._order = stack.enter_context(write_order(job, device, extent or Extent(), self._folder, eager=eager))
             self._log = self._folder / "log"
             with self._log.open("wb") as output:
                 command = [sys.executable, "-m", "hfopt.probe.dry_run_worker", str(self._folder)]
@@ -218,7 +218,7 @@ def child_environment(device: Device, gpu: Gpu | None, context_bytes: int, folde
     return env | {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", "TMPDIR": str(folder)}
 
 
-def _order(job: TrainJob, device: Device, extent: Extent, folder: Path, *, eager: bool) -> IO[bytes]:
+def write_order(job: TrainJob, device: Device, extent: Extent, folder: Path, *, eager: bool) -> IO[bytes]:
     """Writes what is known already, and returns where the candidate goes: a named pipe, open on both ends so that writing never blocks."""
     plain = replace(job, raw=dict(job.raw), model=replace(job.model, overrides=dict(job.model.overrides)))  # read-only views do not travel
     (folder / "job.pickle").write_bytes(pickle.dumps({"job": plain, "device": device, "extent": extent, "eager": eager}))
