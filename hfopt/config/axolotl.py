@@ -7,10 +7,12 @@ model's own loss; `rl` and `reward_model` are TRL's trainers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hfopt.config.lookup import whole_number
+from hfopt.config.other_keys import may_change_a_step, not_read
 from hfopt.config.other_tools import AXOLOTL_MARKS, ToolSpelling
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH
 from hfopt.config.translation import Clash, Translation
@@ -82,6 +84,23 @@ _NOT_MODELLED: Mapping[str, str] = {
     "qat": "fake quantization is not modelled; its temporaries come on top",
     "quantize_moe_experts": "experts are planned in 16 bits, which takes more",
 }
+_READ_BESIDE = frozenset(
+    {
+        *(
+            ATTENTION,
+            "group_by_length",
+            "lora_modules_to_save",
+            "tensor_parallel_size",
+            "context_parallel_size",
+            "sequence_parallel_degree",
+        ),
+        *("peft_use_rslora", "peft_use_dora", "image_size", "image_resize_algorithm", "bnb_config_kwargs", "adapter"),
+    }
+)
+_SAME_STEP = re.compile(  # of evaluation, of data, of what is saved, of rates
+    r"eval_|pad_to_sequence_len|sample_packing_|dataset_|min_sample_len|fan_in_fan_out|resize_token_embeddings|save_|loraplus_|_compile_kwargs"
+    r"|_port$|lora_model_dir|lora_on_cpu|layers_attribute|step_interval|bnb_4bit_|excess_length|max_prompt_len"
+)
 _FREEZING = ("unfrozen_parameters", "lisa_n_layers")
 _ADAPTER_WHOLE = "which of the adapter's weights it freezes is not read: all of them are planned to train"
 _COUNTS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -310,6 +329,20 @@ class _File:
         for key, why in _NOT_MODELLED.items():
             if data.get(key):
                 yield f"{key}: {_ADAPTER_WHOLE if adapter and key in _FREEZING else why}"
+        if unknown := [key for key, value in data.items() if isinstance(key, str) and self._is_passed_over(key, value)]:
+            yield not_read(unknown)
+
+    def _is_passed_over(self, key: str, value: Any) -> bool:
+        """A key that nothing here reads and that may change what a step holds."""
+        named = key in _READ_KEYS | _READ_BESIDE or key in {
+            *_NOT_MODELLED,
+            *_ATTENTION_FLAGS,
+            *_COUNTS,
+            _LIGER_LOSS,
+            _CUT_LOSS,
+            _CHUNKED_LOSS,
+        }
+        return not named and not _SAME_STEP.search(key) and (may_change_a_step(key, value) or (key.startswith("liger_") and value is True))
 
     def clashes(self) -> Iterator[Clash]:
         """What axolotl refuses to start with."""

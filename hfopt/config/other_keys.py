@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -212,8 +212,17 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
     for why, settings in named.items():
         yield f"{', '.join(settings)} {'is' if len(settings) == 1 else 'are'} set; {why}"
     if unknown:
-        more = f" and {len(unknown) - _MOST_LISTED} more" if len(unknown) > _MOST_LISTED else ""
-        yield f"not read, so in no figure: {', '.join(dict.fromkeys(unknown[:_MOST_LISTED]))}{more}"
+        yield not_read(unknown)
+
+
+def not_read(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_LISTED} more" if len(keys) > _MOST_LISTED else ""
+    return f"not read, so in no figure: {', '.join(dict.fromkeys(keys[:_MOST_LISTED]))}{more}"
+
+
+def may_change_a_step(key: str, value: Any) -> bool:
+    """By the words in its name, where it is set at all."""
+    return _OF_A_STEP.search(key.lower()) is not None and not _is_unset(value)
 
 
 def _is_model(reward: Any) -> bool:

@@ -216,7 +216,7 @@ def lora_of(facts: Facts, factory: bool) -> Lora | None:
         target = facts.get("lora_target") or "all"
     else:
         nested = facts.whole("r", "rank", "lora_r", under=LORA_SECTIONS)
-        flat = facts.whole("lora_r", "lora_rank") or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
+        flat = facts.whole(*_RANKS) or (facts.whole("r") if facts.has("lora_alpha", "lora_dropout") else None)
         asked = word in _LORA_WORDS or facts.true(
             "use_peft", "use_lora", "use_qlora", "lora", "peft", "qlora", "lora_enable", "enable_lora"
         )
@@ -224,9 +224,13 @@ def lora_of(facts: Facts, factory: bool) -> Lora | None:
         if word in _FULL_WORDS or (nested is None and flat is None and not asked):
             return None
         rank = flat or nested or (8 if swift == "lora" else 16)
-        alpha = first_number(facts.number("lora_alpha"), facts.get("alpha", under=LORA_SECTIONS), 32 if nested is None else 8)
-        dropout = first_number(facts.number("lora_dropout"), facts.get("dropout", under=LORA_SECTIONS), 0.05 if nested is None else 0.0)
-        target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules")
+        alpha = first_number(
+            facts.number("lora_alpha", "peft_lora_alpha"), facts.get("alpha", under=LORA_SECTIONS), 32 if nested is None else 8
+        )
+        dropout = first_number(
+            facts.number("lora_dropout", "peft_lora_dropout"), facts.get("dropout", under=LORA_SECTIONS), 0.05 if nested is None else 0.0
+        )
+        target = facts.get("lora_target_modules", "lora_target", "target_modules", "lora_targets", "lora_modules", "peft_lora_modules")
         target = (
             target or facts.get("target", "targets", "modules", "keys", under=LORA_SECTIONS) or ("all-linear" if swift == "lora" else None)
         )
@@ -283,7 +287,7 @@ def states_rank(facts: Facts) -> bool:
     )
 
 
-_RANKS = ("lora_r", "lora_rank")
+_RANKS = ("lora_r", "lora_rank", "peft_lora_r", "peft_lora_rank", "peft_r")  # peft_*: zephyr's first recipes
 _LORA_WORDS, _FULL_WORDS = frozenset({"lora", "qlora", "dora", "rslora"}), frozenset({"full", "full_finetune", "full_finetuning"})
 
 

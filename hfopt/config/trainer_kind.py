@@ -305,7 +305,11 @@ def _gathered(facts: Facts) -> tuple[Task | None, int | None]:
     for task, keys in _OF_KEYS:
         if facts.has(*keys):
             return task, None
-    name = _first_text(facts, "dataset_name", "dataset", "dataset_id", "dataset_path").rsplit("/", 1)[-1].lower()
+    mixed = facts.get("dataset_mixer")
+    stated = (
+        next(iter(mixed), "") if isinstance(mixed, Mapping) else _first_text(facts, "dataset_name", "dataset", "dataset_id", "dataset_path")
+    )
+    name = str(stated).rsplit("/", 1)[-1].lower()
     known = _LABELLED.get(name)
     if known is None:
         return ("sequence_classification", None) if _tells_classes_apart(facts) else (None, None)

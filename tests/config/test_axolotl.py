@@ -219,3 +219,17 @@ def test_what_is_frozen_of_an_adapter_is_not_the_whole_model() -> None:
     assert any(
         "every weight is planned to train" in note for note in job_of(HEAD + "micro_batch_size: 1\nsequence_len: 8\n" + key).model.notes
     )
+
+
+def test_keys_of_axolotls_own_that_may_change_a_step_are_named() -> None:
+    base = "base_model: gpt2\nsequence_len: 64\nmicro_batch_size: 2\ndatasets: [{path: d, type: alpaca}]\nlearning_rate: 1.0e-4\n"
+
+    def told(text: str) -> list[str]:
+        job = load_bytes((base + text).encode(), "c.yaml").job
+        assert job is not None
+        return [note for note in job.model.notes if note.startswith("not read")]
+
+    assert told("expert_offload: true\nliger_rms_norm: true") == ["not read, so in no figure: expert_offload, liger_rms_norm"]
+    assert told("expert_offload: false\nliger_rms_norm: false\nlora_r: null") == []
+    assert told("pad_to_sequence_len: true\neval_sample_packing: false\nattn_implementation: sdpa\nsave_embedding_layers: true") == []
+    assert told("adapter: lora\nlora_r: 8\nlora_target_linear: true\nlora_modules_to_save: [lm_head]\npeft_use_rslora: true") == []

@@ -652,3 +652,10 @@ def test_what_peft_is_told_besides_is_not_passed_over(key: str) -> None:
     section = f"lora: {{r: 8, target_modules: [q_proj], bias: none, task_type: CAUSAL_LM, {key}: [a, b]}}"
     unread = load_bytes((ARGUMENTS + f"model_name: gpt2\n{section}\n").encode(), "c.yaml").unread
     assert unread == (f"not read, so in no figure: {key}",)
+
+
+def test_zephyrs_first_names_of_an_adapter_and_a_dataset_in_a_mixer() -> None:
+    adapter = "use_peft: true\npeft_lora_r: 8\npeft_lora_alpha: 12\npeft_lora_dropout: 0.3\npeft_lora_modules: [q_lin, v_lin]"
+    model = job(f"model_name_or_path: distilbert-base-uncased\ndataset_mixer:\n  stanfordnlp/imdb: 1.0\n{adapter}").model
+    assert model.lora == Lora(r=8, alpha=12.0, dropout=0.3, target_modules=("q_lin", "v_lin")) and not model.guessed_adapter
+    assert (model.task, model.num_labels) == ("sequence_classification", 2)
