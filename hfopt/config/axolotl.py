@@ -333,16 +333,11 @@ class _File:
             yield not_read(unknown)
 
     def _is_passed_over(self, key: str, value: Any) -> bool:
-        """A key that nothing here reads and that may change what a step holds."""
-        named = key in _READ_KEYS | _READ_BESIDE or key in {
-            *_NOT_MODELLED,
-            *_ATTENTION_FLAGS,
-            *_COUNTS,
-            _LIGER_LOSS,
-            _CUT_LOSS,
-            _CHUNKED_LOSS,
-        }
-        return not named and not _SAME_STEP.search(key) and (may_change_a_step(key, value) or (key.startswith("liger_") and value is True))
+        """A key that nothing here reads and that may change what a step holds. Beside Liger's loss all of its kernels are in the figures."""
+        if key.startswith("liger_"):
+            return value is True and self.data.get(_LIGER_LOSS) is not True
+        named = key in _READ_KEYS | _READ_BESIDE or key in {*_NOT_MODELLED, *_ATTENTION_FLAGS, *_COUNTS, _CUT_LOSS, _CHUNKED_LOSS}
+        return not named and not _SAME_STEP.search(key) and may_change_a_step(key, value)
 
     def clashes(self) -> Iterator[Clash]:
         """What axolotl refuses to start with."""

@@ -230,6 +230,7 @@ def test_keys_of_axolotls_own_that_may_change_a_step_are_named() -> None:
         return [note for note in job.model.notes if note.startswith("not read")]
 
     assert told("expert_offload: true\nliger_rms_norm: true") == ["not read, so in no figure: expert_offload, liger_rms_norm"]
+    assert told("liger_fused_linear_cross_entropy: true\nliger_rms_norm: true\nliger_layer_norm: true") == []
     assert told("expert_offload: false\nliger_rms_norm: false\nlora_r: null") == []
     assert told("pad_to_sequence_len: true\neval_sample_packing: false\nattn_implementation: sdpa\nsave_embedding_layers: true") == []
     assert told("adapter: lora\nlora_r: 8\nlora_target_linear: true\nlora_modules_to_save: [lm_head]\npeft_use_rslora: true") == []
