@@ -333,7 +333,7 @@ class _File:
             yield not_read(unknown)
 
     def _is_passed_over(self, key: str, value: Any) -> bool:
-        """A key that nothing here reads and that may change what a step holds. Beside Liger's loss all of its kernels are in the figures."""
+        """A key that nothing here reads and that may change a step. Beside Liger's loss all of its kernels are in the figures."""
         if key.startswith("liger_"):
             return value is True and self.data.get(_LIGER_LOSS) is not True
         named = key in _READ_KEYS | _READ_BESIDE or key in {*_NOT_MODELLED, *_ATTENTION_FLAGS, *_COUNTS, _CUT_LOSS, _CHUNKED_LOSS}

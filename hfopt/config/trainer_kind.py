@@ -79,6 +79,7 @@ _SFT_KEYS = (
     *("dataset_mixer", "dataset_mixture", "dataset_text_field", "packing", "use_peft", "completion_only_loss", "dataset_num_proc"),
     *("assistant_only_loss", "padding_free", "packing_strategy"),
 )
+_REWARD_WORDS = frozenset({"reward", "rm", "orm"})  # in the name of a file
 _DATA = ("dataset_name", "datasets", "dataset_mixer", "dataset_mixture")
 _ENCODERS = re.compile(
     r"bert|electra|xlnet|(^|[-_/])m?t5|bart|pegasus|marian|opus-mt|(^|[-_/])vit|swin|clip|whisper|wav2vec|hubert|mpnet|minilm|layoutlm"
@@ -117,7 +118,7 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     near = _by_path("/".join(Path(path).parts[-2:]))  # a whole project may be named after what one of its files does
     if near in _MORE_THAN_SAMPLES and name is not None and _is_causal(name):
         return near
-    if name is not None and _is_causal(name) and _by_path(Path(path).stem) == "Reward":
+    if name is not None and _is_causal(name) and _REWARD_WORDS & set(re.split(r"[\W_]+", Path(path).stem.lower())):
         return "Reward"
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
 

@@ -659,3 +659,17 @@ def test_zephyrs_first_names_of_an_adapter_and_a_dataset_in_a_mixer() -> None:
     model = job(f"model_name_or_path: distilbert-base-uncased\ndataset_mixer:\n  stanfordnlp/imdb: 1.0\n{adapter}").model
     assert model.lora == Lora(r=8, alpha=12.0, dropout=0.3, target_modules=("q_lin", "v_lin")) and not model.guessed_adapter
     assert (model.task, model.num_labels) == ("sequence_classification", 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "trainer"),
+    [
+        ("rm_config.yaml", "Reward"),
+        ("pairwise_orm.yaml", "Reward"),
+        ("reward.yaml", "Reward"),
+        ("norm.yaml", "Trainer"),
+        ("rm/x.yaml", "Trainer"),
+    ],
+)
+def test_a_file_that_is_named_after_a_reward_model(path: str, trainer: str) -> None:
+    assert job("model: {base_model: facebook/opt-1.3b}\nmax_length: 64", path).trainer == trainer
