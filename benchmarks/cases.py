@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hfopt.memory.curve import MemoryCurve
+from hfopt.memory.step_memory import estimate
 from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, StepSettings, Workload
 
 TINY = "tiny:"
@@ -80,11 +82,18 @@ def trained_workload(case: Case) -> Workload:
     return from_spec(model, data)
 
 
+def estimated_curve(case: Case) -> MemoryCurve:
+    """As a plan has it: traced with two micro-batches at most, then with the whole window."""
+    traced = estimate(trained_workload(case), step_settings(case)).curve
+    return traced.of_window(case.accumulation) or traced
+
+
 def step_settings(case: Case) -> StepSettings:
+    """Those that are traced."""
     return StepSettings(
         precision=case.precision,
         checkpointing=Checkpointing(every_n_layers=int(case.checkpointing), use_reentrant=case.reentrant),
-        accumulation=case.accumulation,
+        accumulation=min(case.accumulation, 2),
         optim=case.optim,
         max_grad_norm=case.max_grad_norm,
         label_smoothing=case.label_smoothing,

@@ -13,9 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cases import Case, step_settings, trained_workload
-
-from hfopt.memory.step_memory import estimate
+from cases import Case, estimated_curve
 
 _LISTED = 60
 
@@ -32,7 +30,7 @@ def _frames(entry: dict[str, Any]) -> str:
 
 
 def traced_allocations(case: Case) -> list[tuple[int, str]]:
-    timeline = estimate(trained_workload(case), step_settings(case)).curve.timeline
+    timeline = estimated_curve(case).timeline
     found = []
     for size, place in zip(timeline.sizes(case.batch), timeline.place_of.tolist(), strict=True):
         if size > 0:

@@ -68,9 +68,10 @@ class ForkedRuns:
             return facts
 
     def close(self) -> None:
-        assert self._server.stdin is not None
+        assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         self._server.wait()
+        self._server.stdout.close()
         self._folder.cleanup()
 
     def __enter__(self) -> ForkedRuns:

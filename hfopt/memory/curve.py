@@ -88,6 +88,14 @@ class MemoryCurve:
     _envelope: tuple[Any, Any] | None = None
     _third: tuple[Timeline, ThirdStep] | None = None
 
+    def of_window(self, batches: int) -> MemoryCurve | None:
+        """The curve of steps with so many micro-batches; None where the timeline does not show a step's window."""
+        timeline = self.timeline.of_window(batches, third=self.goes_on)
+        if timeline is None or timeline is self.timeline:
+            return None if timeline is None else self
+        spread = None if self.varying is None else self.varying.of_window(batches)
+        return replace(self, timeline=timeline, varying=spread, _replays={}, _envelope=None, _third=None)
+
     # ------------------------------------------------------------------------------------------ one batch size
 
     def peak(self, batch: int, options: AllocatorOptions | None = None) -> MemoryPeak:
@@ -144,7 +152,7 @@ class MemoryCurve:
     def _other_batches(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Iterator[Replay]:
         """The steps with batches that are not all alike."""
         if self.varying is not None:
-            yield replay_events(self.timeline, self.varying.events(batch), allocator())
+            yield replay_events(self.varying.timeline, self.varying.events(batch), allocator())
         if self.uneven and self.goes_on:
             timeline = self.timeline.at(batch)
             for sizes in emptier_first_steps(timeline, timeline.sizes(batch), batch):

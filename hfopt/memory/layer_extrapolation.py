@@ -66,6 +66,12 @@ class DepthCurve(MemoryCurve):
     share: float = field(kw_only=True)
     _least: dict[int, int] = field(default_factory=dict)
 
+    def of_window(self, batches: int) -> MemoryCurve | None:
+        shallow, deep = (curve.of_window(batches) for curve in (self.shallow, self.deep))
+        if shallow is None or deep is None:
+            return None
+        return replace(self, timeline=deep.timeline, shallow=shallow, deep=deep, _least={}, _replays={}, _envelope=None)
+
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
         key = (batch, options)
         if key not in self._replays:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.timeline import FREED, Repetition, Timeline, require_same_events
+from hfopt.memory.whole_window import fetched_inputs
 from hfopt.trace.kernel_sizes import FORMULAS
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 STEPS = 12  # the last has the longest sample of all
 _SHORTER = 0.75
+_NO_REPETITIONS = 1 << 20  # of the timeline's blocks: numbers that none has
 _ALIGNED = 16  # tokens: kernels pad rows that are not a multiple of 8 or 16, and the two traces must do the same
 
 
@@ -91,6 +93,10 @@ class VaryingLengths:
     sizes: Growth
     dims: dict[int, Growth]  # of the events whose size is a formula
     steps: int = STEPS
+    waiting: int = 0  # batches of a window that are not in the timeline: their inputs are there from the start
+
+    def of_window(self, batches: int) -> VaryingLengths:
+        return replace(self, waiting=max(0, batches - self.micro_batches))
 
     def events(self, batch: int, lengths: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
         """Every event of every step: its block, and its size or FREED. `lengths` are those of the micro-batches, else they are drawn."""
@@ -103,6 +109,10 @@ class VaryingLengths:
         begin, repeated = repetition.begin, repetition.repeated
         windows = [lengths[at : at + micro] for at in range(0, len(lengths), micro)]
         yield timeline.blocks[:begin].tolist(), timeline.sizes(batch)[:begin]
+        if self.waiting:
+            sizes = timeline.sizes(batch)
+            inputs = [sizes[event] for event in fetched_inputs(timeline, 0)[0]] * self.waiting
+            yield [(_NO_REPETITIONS + number) * timeline.next_block for number in range(len(inputs))], inputs
         yield timeline.blocks[begin:repeated].tolist(), self._sizes(batch, windows[0], 0)
         for number, window in enumerate(windows[1:]):
             if number:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.memory.timeline import FREED, AffineFormula, Timeline
+from hfopt.memory.whole_window import whole_window
 
 if TYPE_CHECKING:
     from hfopt.trace.events import Trace
@@ -39,6 +40,7 @@ class PerSampleTimeline(Timeline):
     """As the second trace has it; `at` makes the one of another batch size."""
 
     match: SampleMatch | None = None
+    window: tuple[int, bool] | None = None  # what `of_window` was asked for
     _made: dict[int, Timeline] = field(default_factory=dict)
 
     def at(self, batch: int) -> Timeline:
@@ -46,8 +48,19 @@ class PerSampleTimeline(Timeline):
             assert self.match is not None
             if len(self._made) > 8:  # each may hold a hundred thousand events
                 self._made.clear()
-            self._made[batch] = _expanded(self.match, batch)
+            self._made[batch] = self._at(self.match, batch)
         return self._made[batch]
+
+    def _at(self, match: SampleMatch, batch: int) -> Timeline:
+        made = _expanded(match, batch)
+        if self.window is None:
+            return made
+        batches, third = self.window
+        return made.of_window(batches, third=third) or made
+
+    def of_window(self, batches: int, *, third: bool) -> Timeline | None:
+        own = whole_window(self, batches, third=third)
+        return own if own is None or own is self else replace(self, window=(batches, third), _made={})
 
 
 def per_sample_timeline(first: Trace, second: Trace) -> PerSampleTimeline:

@@ -11,13 +11,12 @@ A rougher curve for a model that does different things at different batch sizes:
 events that match there is no timeline for other batch sizes. What is live at the peak is a line for each kind of memory, and what the
 allocator holds beyond it another. It is right at the two traced sizes, and a line between and beyond them.
 
-`Trainer.get_batch_samples` (transformers 4.46 on) walks the data loader, which puts each batch onto the device as it comes. A step with
-accumulation is traced with two micro-batches, a further one takes nothing but its inputs: they are added here, by an allocator of their
-own. Compared with whole traces at an accumulation of 16 and 32 (ViT, Swin, Wav2Vec2, BERT) that is at most 12 MiB too much.
+Where a timeline does not show the window of its steps, the inputs of its further batches are counted by an allocator of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -83,6 +82,12 @@ class Timeline:
     def at(self, batch: int) -> Timeline:
         """The events of one batch size: the same ones for all of them, unless the model loops over its samples."""
         return self
+
+    def of_window(self, batches: int, *, third: bool) -> Timeline | None:
+        """The same with so many batches in a step's window; None where it does not show its windows. third: and a third micro-batch."""
+        from hfopt.memory.whole_window import whole_window
+
+        return whole_window(self, batches, third=third)
 
     def sizes(self, batch: int) -> list[int]:
         """The bytes of each event at a batch size; FREED for a free."""
@@ -339,6 +344,7 @@ class BatchInputs:
         few, _ = _SIZES
         return [max(0, one + (two - one) * (batch - few)) for one, two in zip(self.few, self.more, strict=True)]
 
+    @functools.cache  # noqa: B019 - a few small values
     def waiting_bytes(self, batch: int, batches: int, options: AllocatorOptions) -> int:
         """What so many batches take beside all others, in whole segments."""
         allocator = CachingAllocator(options)

@@ -104,7 +104,7 @@ class _Replay:
 
     @property
     def curve(self) -> MemoryCurve:
-        return self.pricing.estimate(self.own).curve
+        return self.pricing.curve(self.own)
 
     def _room(self, candidate: Candidate) -> int:
         return self.available - self.pricing.added_bytes(candidate)
@@ -175,7 +175,7 @@ class _Replay:
         """The largest that fits with the same effective batch."""
         from hfopt.units import divisors
 
-        largest = self.pricing.estimate(candidate).curve.largest_batch(self._room(candidate), giving_back=True)
+        largest = self.pricing.curve(candidate).largest_batch(self._room(candidate), giving_back=True)
         samples = candidate.per_device_batch * candidate.accumulation
         fitting = [size for size in divisors(samples) if size < candidate.per_device_batch and largest is not None and size <= largest]
         if not fitting:
@@ -184,7 +184,7 @@ class _Replay:
         return replace(candidate, per_device_batch=size, accumulation=samples // size)
 
     def _fits(self, candidate: Candidate) -> bool:
-        return self.pricing.estimate(candidate).curve.fits(candidate.per_device_batch, self._room(candidate), giving_back=True)
+        return self.pricing.curve(candidate).fits(candidate.per_device_batch, self._room(candidate), giving_back=True)
 
     def _change(self, candidate: Candidate) -> FittingChange:
         keys: dict[str, object] = {}
@@ -201,7 +201,7 @@ class _Replay:
             )
             if is_meant
         )
-        curve, room = self.pricing.estimate(candidate).curve, self._room(candidate)
+        curve, room = self.pricing.curve(candidate), self._room(candidate)
         peak = self.pricing.memory(candidate).device_bytes
         within = curve.replay(candidate.per_device_batch, capacity_bytes=room - curve.context_bytes).reserved_bytes + curve.context_bytes
         return FittingChange(what=what, how=how, device_bytes=min(peak, within + self.pricing.added_bytes(candidate)))

@@ -60,7 +60,7 @@ BEYOND = 4  # times the effective batch that the curves go on where memory allow
 
 
 def charts(pricing: Pricing, space: Space, winner: Candidate, gpu: Gpu | None) -> PlanCharts:
-    timeline = _timeline(pricing.estimate(winner).curve, winner.per_device_batch)
+    timeline = _timeline(pricing.curve(winner), winner.per_device_batch)
     return PlanCharts(
         timeline=timeline,
         peak=max(timeline, key=lambda point: point.total_bytes, default=None),
@@ -218,7 +218,7 @@ def memory_table(
         notes += [note for note in result.notes if note not in notes]
         progress("replaying the allocator …")
         room = None if available is None else available - pricing.added_bytes(candidate)
-        largest[way.on] = result.curve.largest_batch(room, giving_back=True) if room is not None else None
+        largest[way.on] = pricing.curve(candidate).largest_batch(room, giving_back=True) if room is not None else None
         if way == own.checkpointing and reading is not None:
             evaluation = _evaluation(subject, reading, pricing, candidate, room, notes)
         for size in batch_sizes or _usual_sizes(job.per_device_batch, largest[way.on], has_card=available is not None):
@@ -251,7 +251,7 @@ def _evaluation(
     """The first one, after the config's own training; a note says why there is none."""
     notes += reading.notes
     candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, after an eager training
-    training = pricing.estimate(candidate).curve
+    training = pricing.curve(candidate)
     allowed = None if room is None else room - training.context_bytes
     interrupted = InterruptedTraining(curve=training, batch=subject.job.per_device_batch, room_bytes=allowed)
     try:
@@ -267,7 +267,7 @@ def _row(pricing: Pricing, candidate: Candidate, available: int | None, *, is_as
     peak, way = pricing.memory(candidate), candidate.checkpointing
     if available is None:
         return MemoryRow(peak=peak, checkpointing=way, fits=None, spare_bytes=None, asked=is_asked)
-    curve, added = pricing.estimate(candidate).curve, pricing.added_bytes(candidate)
+    curve, added = pricing.curve(candidate), pricing.added_bytes(candidate)
     fits = curve.fits(peak.batch, available - added, giving_back=True)
     if fits and peak.device_bytes > available:
         peak = _within(peak, curve.replay(peak.batch, capacity_bytes=available - added - peak.context_bytes).reserved_bytes + added)

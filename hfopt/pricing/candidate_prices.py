@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from hfopt.memory.allocator import LARGE_SEGMENT, parse_alloc_conf
@@ -52,13 +53,11 @@ class Pricing:
     progress: Callable[[str], None] = lambda text: None
     _workloads: dict[str, Workload] = field(default_factory=dict, init=False)
     _estimates: dict[StepSettings, Estimate] = field(default_factory=dict, init=False)
+    _curves: dict[tuple[StepSettings, int], MemoryCurve | None] = field(default_factory=dict, init=False)
     _timers: dict[tuple[StepSettings, str, bool], StepTimer] = field(default_factory=dict, init=False)
     _limits: dict[tuple[StepSettings, int], int | None] = field(default_factory=dict, init=False)
     _bounds: dict[tuple[StepSettings, float], int] = field(default_factory=dict, init=False)
     _correction: Correction | None = None
-    _count: ParameterCount | None = field(default=None, init=False)
-    _inputs: BatchInputs | None = field(default=None, init=False)
-    _waiting: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     _times: dict[Candidate, StepTime] = field(default_factory=dict, init=False)
     _replays: AbstractContextManager[None] | None = field(default=None, init=False)
 
@@ -75,13 +74,13 @@ class Pricing:
     # ------------------------------------------------------------------------------------------ what the search asks
 
     def bound_s(self, candidate: Candidate) -> float:
-        if self._traced(candidate):
+        if self.known(candidate):
             return self.time(candidate).step_s
         plain = replace(candidate, checkpointing=Checkpointing())
-        if self._compiles(candidate) and (plain == candidate or not self._traced(plain)):  # a compile takes minutes: asked where it can win
-            eager = [one for one in (replace(known, torch_compile=False) for known in (candidate, plain)) if self._traced(one)]
+        if self._compiles(candidate) and (plain == candidate or not self.known(plain)):  # a compile takes minutes: asked where it can win
+            eager = [one for one in (replace(known, torch_compile=False) for known in (candidate, plain)) if self.known(one)]
             return max((self._timer(one).uncompiled_s(one.per_device_batch, one.accumulation) for one in eager), default=0.0)
-        if not candidate.checkpointing.on or not self._traced(plain):
+        if not candidate.checkpointing.on or not self.known(plain):
             return 0.0
         timer = self._timer(plain)
         repeated = RECOMPUTED_SHARE / candidate.checkpointing.every_n_layers * timer.forward_busy_s(candidate.per_device_batch)
@@ -106,7 +105,7 @@ class Pricing:
         return tuple(dict.fromkeys(note for one in self._estimates.values() for note in one.notes if note.startswith(UNCOMPILED)))
 
     def known(self, candidate: Candidate) -> bool:
-        return self._traced(candidate)
+        return self._any_accumulation(candidate) is not None
 
     def has_own_trace(self, candidate: Candidate) -> bool:
         return self.settings(candidate) in self._estimates
@@ -114,11 +113,9 @@ class Pricing:
     def largest_batch(self, candidate: Candidate) -> int | None:
         """Exact for its own settings; a bound from another trace that already decides saves the trace."""
         if self.settings(candidate) not in self._estimates:
-            limit = self.known_limit(candidate)
-            if limit is not None and limit >= candidate.per_device_batch:
+            if (limit := self.known_limit(candidate)) is not None and limit >= candidate.per_device_batch:
                 return limit
-            at_most = self.at_most(candidate)
-            if at_most is not None and at_most < candidate.per_device_batch:
+            if (at_most := self.at_most(candidate)) is not None and at_most < candidate.per_device_batch:
                 return at_most or None
         return self._limit(self.settings(candidate), self._held_bytes(candidate))
 
@@ -152,11 +149,9 @@ class Pricing:
             found.append(self._bound(settings, lightest))
         return min(found, default=None)
 
-    @property
+    @cached_property
     def count(self) -> ParameterCount:
-        if self._count is None:
-            self._count = kept_count(self.workload)
-        return self._count
+        return kept_count(self.workload)
 
     def least_bytes(self, candidate: Candidate) -> int:
         """What the device holds at the least, whatever the batch: nothing is traced."""
@@ -178,14 +173,12 @@ class Pricing:
             return 0.0
         return 1 - -(-self.workload.layers // wanted.every_n_layers) / self.workload.layers
 
-    # ------------------------------------------------------------------------------------------ what a dry run says
-
     def compare(self, trial: Trial) -> Correction:
         """The trial beside what was predicted for it, on a device that gives cached memory back when it is full."""
         candidate = trial.candidate
         predicted = None
         if trial.device != "cpu" and trial.peak_reserved_bytes is not None:  # a process on the CPU holds Python and libraries as well
-            known = self.estimate(candidate).curve
+            known = self.curve(candidate)
             # of the longest batches alone, as the dry run has them
             curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on, options=known.options)
             capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
@@ -209,19 +202,21 @@ class Pricing:
     # ------------------------------------------------------------------------------------------ memory of one candidate
 
     def memory(self, candidate: Candidate, *, expandable_segments: bool = False) -> MemoryPeak:
-        curve = self.estimate(candidate).curve
+        curve = self.curve(candidate)
         options = replace(curve.options, expandable_segments=True) if expandable_segments else None
-        return self._adjusted(curve.peak(candidate.per_device_batch, options), candidate)
+        return self._adjusted(curve.peak(candidate.per_device_batch, options), candidate, self._whole_window(candidate))
 
-    def _adjusted(self, peak: MemoryPeak, candidate: Candidate) -> MemoryPeak:
-        added, waiting, parts = self.added_bytes(candidate), self._waiting_bytes(candidate), peak.breakdown
+    def _adjusted(self, peak: MemoryPeak, candidate: Candidate, whole: MemoryCurve | None = None) -> MemoryPeak:
+        added, parts = self.offset_bytes + self._held_bytes(candidate, whole), peak.breakdown
         if not added:
             return peak
-        if parts is not None:
+        waiting = self._waiting_bytes(candidate) if whole is None else 0
+        if parts is not None and waiting:
             held = parts.weights_bytes + parts.optimizer_bytes + parts.context_bytes + LARGE_SEGMENT  # they fill no whole segment
             fetched = held + self.offset_bytes + self.windows_bytes(candidate)
             short = max(0, fetched - peak.device_bytes - added)
             added, waiting = added + short, waiting + short
+        if parts is not None:
             gradients, activations = parts.gradients_bytes + added - waiting, parts.activations_bytes + waiting
             parts = replace(parts, gradients_bytes=gradients, activations_bytes=activations)
         return replace(peak, allocated_bytes=peak.allocated_bytes + added, reserved_bytes=peak.reserved_bytes + added, breakdown=parts)
@@ -244,17 +239,18 @@ class Pricing:
         """The same for many batch sizes, quickly and to a few per cent; the candidate's settings must be traced."""
         settings = self._any_accumulation(candidate)
         assert settings is not None, "a curve is drawn only where there is a trace"
-        added = self.added_bytes(candidate)
+        added = self.offset_bytes + self._held_bytes(candidate)
         return tuple(peak.device_bytes + added for peak in self._estimate(settings).curve.peaks(batches))
 
     def added_bytes(self, candidate: Candidate) -> int:
-        """What the trace leaves out: the other devices' part, and what accumulation holds through the forward."""
-        return self.offset_bytes + self._held_bytes(candidate)
+        """What `curve` leaves out: the other devices' part, and what accumulation holds through the forward."""
+        return self.offset_bytes + self._held_bytes(candidate, self._whole_window(candidate))
 
-    def _held_bytes(self, candidate: Candidate) -> int:
-        """What accumulation holds through the forward, where it is added and not traced: gradients, and the window's further batches."""
+    def _held_bytes(self, candidate: Candidate, whole: MemoryCurve | None = None) -> int:
+        """What accumulation holds and a curve leaves out: gradients that are added and not traced; the window's further batches, which
+        the `whole` one has."""
         gradients = self._gradient_share_bytes if self._adds_gradients and candidate.accumulation > 1 else 0
-        return gradients + self._waiting_bytes(candidate)
+        return gradients + (self._waiting_bytes(candidate) if whole is None else 0)
 
     def windows_bytes(self, candidate: Candidate) -> int:
         """The inputs of two whole windows: while one is fetched the Trainer still holds the one before, and nothing else of a step."""
@@ -265,14 +261,11 @@ class Pricing:
         return self._input_bytes(candidate, candidate.accumulation - self.settings(candidate).accumulation)
 
     def _input_bytes(self, candidate: Candidate, batches: int) -> int:
-        if not batches:
-            return 0
-        if self._inputs is None:
-            self._inputs = kept_inputs(self.workload)
-        key = (candidate.per_device_batch, batches)
-        if key not in self._waiting:
-            self._waiting[key] = self._inputs.waiting_bytes(*key, parse_alloc_conf(self.base.allocator))
-        return self._waiting[key]
+        return self._inputs.waiting_bytes(candidate.per_device_batch, batches, parse_alloc_conf(self.base.allocator)) if batches else 0
+
+    @cached_property
+    def _inputs(self) -> BatchInputs:
+        return kept_inputs(self.workload)
 
     @property
     def _gradient_share_bytes(self) -> int:
@@ -284,14 +277,25 @@ class Pricing:
 
     def fits(self, candidate: Candidate) -> bool:
         """By its own trace at its own batch: a limit does not hold for every batch below it."""
-        curve = self.estimate(candidate).curve
-        steps = curve.fits(candidate.per_device_batch, self._budget_of(curve, -self._held_bytes(candidate)))
-        return steps and (not self._waiting_bytes(candidate) or self.memory(candidate).device_bytes <= self.budget_bytes)
+        curve, whole = self.curve(candidate), self._whole_window(candidate)
+        if not curve.fits(candidate.per_device_batch, self.room_bytes(candidate) + curve.context_bytes):
+            return False
+        return whole is not None or not self._waiting_bytes(candidate) or self.memory(candidate).device_bytes <= self.budget_bytes
 
     def room_bytes(self, candidate: Candidate) -> int:
         """Of the budget, what its curve's allocator may reserve."""
-        curve = self.estimate(candidate).curve
-        return self._budget_of(curve, -self._held_bytes(candidate)) - curve.context_bytes
+        curve = self.curve(candidate)
+        return self._budget_of(curve, self.offset_bytes - self.added_bytes(candidate)) - curve.context_bytes
+
+    def curve(self, candidate: Candidate) -> MemoryCurve:
+        """Of its steps with all their micro-batches where the trace shows their window, else with the two that are traced."""
+        return self._whole_window(candidate) or self.estimate(candidate).curve
+
+    def _whole_window(self, candidate: Candidate) -> MemoryCurve | None:
+        key = (self.settings(candidate), candidate.accumulation)
+        if key not in self._curves:
+            self._curves[key] = self.estimate(candidate).curve.of_window(candidate.accumulation)
+        return self._curves[key]
 
     def estimate(self, candidate: Candidate) -> Estimate:
         return self._estimate(self.settings(candidate))
@@ -318,8 +322,6 @@ class Pricing:
             torch_compile=self._compiles(candidate),
             compile_mode=PLANNED_AS.get(self.base.compile_mode, "default") if self._compiles(candidate) else "default",
         )
-
-    # ------------------------------------------------------------------------------------------ traces
 
     def expect(self, candidates: Sequence[Candidate], then: Sequence[Errand] = ()) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin, and go on with `then`."""
@@ -361,9 +363,6 @@ class Pricing:
         own = self.settings(candidate)
         at_most = self.at_most(candidate) if own.accumulation == 1 and not self._adds_gradients else None
         return own if at_most is None or at_most >= candidate.per_device_batch else replace(own, accumulation=2)
-
-    def _traced(self, candidate: Candidate) -> bool:
-        return self._any_accumulation(candidate) is not None
 
     def _timer(self, candidate: Candidate) -> StepTimer:
         settings = self._any_accumulation(candidate) or self._worth_tracing(candidate)

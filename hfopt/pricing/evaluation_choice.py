@@ -220,7 +220,7 @@ class FirstEvaluation:
 
     def _priced(self, candidate: Candidate, batch: int, accumulation_steps: int | None) -> EvaluationPeak | None:
         candidate = replace(candidate, torch_compile=False)  # an evaluation is traced eagerly, after an eager training
-        curve, training = self._curve(candidate), self.pricing.estimate(candidate).curve
+        curve, training = self._curve(candidate), self.pricing.curve(candidate)
         if curve is None:
             return None
         settings = replace(self.reading.settings, accumulation_steps=accumulation_steps)

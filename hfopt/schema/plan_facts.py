@@ -45,9 +45,10 @@ class Rejection:
     reason: str
 
 
-REHEARSED_MICRO_BATCHES = 2
-"""Of each step that a plan rehearses on the virtual GPU, with the inputs of all on the card: the first finds no gradients, the second and
-all later ones do, and kernels compute nothing there. A test holds the peaks to be those of whole steps, to the byte."""
+REHEARSED_MICRO_BATCHES = 3
+"""Of each step that a plan rehearses on the virtual GPU, with the inputs of all on the card: the first finds no gradients, the second does,
+the third finds the cache as the second left it, and kernels compute nothing there. A test holds the peaks to be those of whole steps, to
+the byte."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -141,6 +141,8 @@ def loop_class(settings: StepSettings) -> type[TrainerLoop]:
 class TrainerLoop:
     """What the Trainer holds while it trains; `run` is `_run_epoch`."""
 
+    micro_batches = 2  # of a window that are run at the most
+
     def __init__(self, session: TraceSession, settings: StepSettings, compute_loss: Callable[[Any, dict[str, Any]], Any] | None) -> None:
         self.session, self.settings, self._compute_loss = session, settings, compute_loss
         self.model = session.model
@@ -160,13 +162,13 @@ class TrainerLoop:
             last = step == steps - 1
             recorder.mark(f"step_{step}")
             self.before_step(step)
-            window = [self.session.to_device() for _ in range(self.settings.accumulation)]
+            window = [self._fetched(step, number) for number in range(self.settings.accumulation)]
             items = self.count_items(window)
             recorder.costing = last
-            for micro, inputs in enumerate(window[:2]):
+            for micro, inputs in enumerate(window[: self.micro_batches]):
                 recorder.mark(f"step_{step}_micro_{micro}")
                 recorder.costing = last and micro == 0
-                with self.micro_batch(is_last=micro == min(self.settings.accumulation, 2) - 1):
+                with self.micro_batch(is_last=micro == min(self.settings.accumulation, self.micro_batches) - 1):
                     loss = self._training_step(inputs, items)
                 torch.isnan(loss)
                 torch.isinf(loss)
@@ -178,6 +180,10 @@ class TrainerLoop:
         recorder.mark("end")
         recorder.costing = False
         return optimizer
+
+    def _fetched(self, step: int, number: int) -> dict[str, Any]:
+        self.session.recorder.mark(f"fetch_{step}_{number}")
+        return self.session.to_device()
 
     # ------------------------------------------------------------------------------------------ what a rank of several does otherwise
 

@@ -1,4 +1,4 @@
-"""Families of models against PyTorch's own allocator: the Trainer on the virtual GPU, at batch sizes that were not traced."""
+"""Families of models against PyTorch's own allocator: the Trainer on the virtual GPU, at batch sizes and windows that were not traced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from hfopt.units import GIB
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COMPARE = """
 import json, sys
-from cases import Case, step_settings, trained_workload
-from hfopt.memory.step_memory import estimate
+from cases import Case, estimated_curve
 case = Case(**json.loads(sys.argv[1]))
-peak = estimate(trained_workload(case), step_settings(case)).curve.peak(case.batch)
+peak = estimated_curve(case).peak(case.batch)
 print("PEAK", json.dumps([peak.allocated_bytes, peak.reserved_bytes]))
 """
 CASES = [
     {"model": "tiny:qwen2_5_vl", "batch": 4, "data": {"image_size": 224, "images_per_sample": 2}, "precision": "bf16"},
     {"model": "tiny:llava_next", "batch": 4, "data": {"image_size": 600}, "frozen_parts": ["vision"]},
-    {"model": "tiny:smolvlm", "batch": 4},
+    {"model": "tiny:smolvlm", "batch": 2, "accumulation": 12, "optim": "sgd", "data": {"image_size": 1024}},
     {"model": "tiny:mllama", "batch": 5, "checkpointing": True},
     {"model": "tiny:rt_detr", "batch": 4, "data": {"image_size": 320}},
     {"model": "tiny:patchtst", "batch": 13},

@@ -49,14 +49,14 @@ def test_on_the_cpu_steps_are_really_run_and_measured(tiny_job: TrainJob, scratc
 @pytest.mark.slow
 @pytest.mark.virtual_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_two_micro_batches_of_a_step_take_what_all_of_them_take(tiny_job: TrainJob, precision: Precision) -> None:
+def test_a_few_micro_batches_of_a_step_take_what_all_of_them_take(tiny_job: TrainJob, precision: Precision) -> None:
     candidate, found = replace(CANDIDATE, accumulation=7, precision=precision), []
     for some in (None, REHEARSED_MICRO_BATCHES):
         with Prepared(tiny_job, device="virtual", gpu=CARD, extent=Extent(micro_batches=some)) as prepared:
             found.append(prepared.run(candidate, timeout_s=200))
-    whole, two = found
+    whole, few = found
     assert whole.outcome == "ok", whole.message
-    assert two == whole
+    assert few == whole
 
 
 @pytest.mark.slow

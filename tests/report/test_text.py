@@ -42,8 +42,8 @@ def test_a_rehearsal_of_some_micro_batches_says_so(facts: PlanFacts) -> None:
         trial = Trial(device=device, candidate=candidate, outcome="ok", peak_reserved_bytes=1)  # type: ignore[arg-type]
         return plan_text(replace(facts, trial=trial))
 
-    assert "with 2 of a step's 16 micro-batches" in told(16, "virtual")
-    assert "micro-batches" not in told(2, "virtual") and "micro-batches" not in told(16, "cuda")
+    assert "with 3 of a step's 16 micro-batches" in told(16, "virtual")
+    assert "micro-batches" not in told(3, "virtual") and "micro-batches" not in told(16, "cuda")
 
 
 def test_what_was_assumed_stands_under_the_verdict_with_its_guesses_marked(facts: PlanFacts) -> None:
