@@ -190,7 +190,7 @@ def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
             yield f"{key}: {_shown(value)} is set; {found.why}"
     for key, options, why in _NAMED_OPTIONS:
         inside = args.get(key)
-        if isinstance(inside, Mapping):
+        if isinstance(inside, Mapping) and not (key == "fsdp_config" and args.get("gradient_checkpointing")):  # then it is in the figures
             yield from (f"{key}: {option} is set; {why}" for option in options if inside.get(option))
 
 

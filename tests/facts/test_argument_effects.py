@@ -43,6 +43,7 @@ def test_no_reason_is_missing() -> None:
         ("Trainer", {"skip_memory_metrics": False}, ["skip_memory_metrics: false"]),
         ("Seq2SeqTrainer", {"predict_with_generate": True, "generation_config": "a/b"}, ["generation_config: a/b"]),
         ("GRPO", {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.5}, []),  # the budget is less by it
+        ("DPO", {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 64}, ["precompute_ref_batch_size: 64"]),
         ("Trainer", {"bf16_full_eval": True}, []),  # no weights are cast while it trains
         ("Trainer", {"a_key_of_nobody": 3}, []),
     ],
@@ -70,4 +71,6 @@ def test_entries_inside_an_argument_are_named_too() -> None:
         "gradient_checkpointing_kwargs: offload",
         "fsdp_config: activation_checkpointing",
     ]
+    counted = {"gradient_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}  # as a job of several ranks is read
+    assert list(unseen(counted, "Trainer")) == []
     assert list(unseen({"gradient_checkpointing_kwargs": {"offload": False}, "fsdp_config": "fsdp.json"}, "Trainer")) == []
