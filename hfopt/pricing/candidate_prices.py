@@ -7,7 +7,7 @@ accumulation bounds the one without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -327,10 +327,6 @@ class Pricing:
         """These will be asked for, in this order: an estimator that can trace beside us may begin, and go on with `then`."""
         if isinstance(self.estimator, Ahead):
             self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates], then)
-
-    def made_ahead(self, key: Hashable) -> Any | None:
-        """The answer to a task that was expected."""
-        return self.estimator.made(key) if isinstance(self.estimator, Ahead) else None
 
     def _estimate(self, settings: StepSettings) -> Estimate:
         if settings not in self._estimates and settings.torch_compile:
