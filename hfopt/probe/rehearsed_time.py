@@ -2,9 +2,9 @@
 
 `launch_cost` gives each launch its cost, `StepTimer` makes seconds of it, `launch_timeline` a step. The host's part: every launch takes
 what the table says of a server's CPU (`efficiency.toml`); whatever else the script does between launches was measured here in CPU
-seconds, and is scaled by what this host needs for a launch in the backward, where C++ launches without Python, against the same table. So
-a server of that table is predicted for, not this host. Known limits: a script whose Python is slow evenly, at every launch, is taken for a
-usual one; what a data worker waits for (a disk, a network) is not seen.
+seconds, and is scaled by what this host needs for a launch from Python, in the forward, against the same table: it is Python too, which
+may be slower here where C++ is faster. So a server of that table is predicted for, not this host. Known limits: a script whose Python is
+slow evenly, at every launch, is taken for a usual one; what a data worker waits for (a disk, a network) is not seen.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _host_work(steps: Sequence[RecordedStep], table: HostCost) -> _HostWork:
     """From the steps without operations; the mean of several."""
     entries = [entry for step in steps for entry in step.entries[1:] if (entry.launches or entry.ends) and entry.phase not in OUTSIDE]
     usual = {phase: _usual_s([entry.spent_s for entry in entries if entry.launches and entry.phase == phase]) for phase in LAUNCHING}
-    by_table = {"backward": table.backward_s, "optimizer": table.optimizer_s, "forward": table.forward_s}
+    by_table = {"forward": table.forward_s, "optimizer": table.optimizer_s, "backward": table.backward_s}
     scale = next((cost / seconds for phase, cost in by_table.items() if (seconds := usual[phase])), None)
     if scale is None:
         return _HostWork()
