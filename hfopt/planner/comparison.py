@@ -225,20 +225,27 @@ def winners(rows: Sequence[Row], kept: Limits) -> tuple[Winner, ...]:
     """For each aim that has figures: the best of the rows that may keep the limits; () where there is nothing to compare."""
     compared = [row for row in rows if row.plan is not None]
     able = [row for row in compared if kept.verdict(row) != "no"]
-    energy_error = math.hypot(cards_error(), float(efficiency()["ranges"]["unseen_card"]))
     aims: tuple[tuple[Aim, Callable[[Row], float | None], float], ...] = (
-        ("speed", lambda row: 1 / row.samples_per_s if row.samples_per_s else None, cards_error()),
-        ("cost", lambda row: row.usd_per_million, cards_error()),
-        ("energy", lambda row: row.kwh_per_million, energy_error),
+        ("speed", lambda row: 1 / row.samples_per_s if row.samples_per_s else None, 0.0),
+        ("cost", lambda row: row.usd_per_million, 0.0),
+        ("energy", lambda row: row.kwh_per_million, float(efficiency()["ranges"]["unseen_card"])),
     )
     found = []
-    for aim, measure, error in aims:
+    for aim, measure, besides in aims:
         ranked = sorted(((value, row) for row in able if (value := measure(row)) is not None), key=lambda item: item[0])
         if not ranked or len(compared) < 2:
             continue
-        best = ranked[0][0]
-        equal = tuple(row for value, row in ranked[1:] if value <= best * (1 + error))
-        found.append(Winner(aim=aim, row=ranked[0][1], equal=equal, error=error))
+        best, first = ranked[0]
+        errors = {row.card: math.hypot(cards_error(first.card, row.card), besides) for _, row in ranked[1:]}
+        equal = tuple(row for value, row in ranked[1:] if value <= best * (1 + errors[row.card]))
+        found.append(
+            Winner(
+                aim=aim,
+                row=first,
+                equal=equal,
+                error=max((errors[row.card] for row in equal or compared if row.card in errors), default=0.0),
+            )
+        )
     return tuple(found)
 
 

@@ -13,10 +13,12 @@ Over a step the board draws
     + bytes moved × energy of a byte
 
 where the width is how many 16-bit operations an SM's matrix units do in a clock (a float32 counts as four, a TF32 as two), and the voltage
-rises with the clock above a knee. Whatever the precision, a matrix product then costs about the same energy in each clock, which is what
-cards of 70 to 1000 W show when others multiply large matrices on them (benchmarks/data/published_matmul.csv; `matmul_power.py` fits the
-constants there and leaves each card out in turn: no training row has a part in them). Known limits: heat and the luck of the single
-chip are not known, bytes found in a cache are charged like those of the memory.
+rises with the clock above a knee. The width counts for the time that the multiplications take at the rate of large products: a product
+that waits for its waves, its operands or its writes draws what any other kernel draws. Whatever the precision, a matrix product then costs
+about the same energy in each clock, which is what cards of 70 to 1000 W show when others multiply large matrices on them
+(benchmarks/data/published_matmul.csv; `matmul_power.py` fits the constants there and leaves each card out in turn: no training row has a
+part in them). Known limits: heat and the luck of the single chip are not known, bytes found in a cache are charged like those of the
+memory.
 
 A card's peaks and bandwidth times the shares of `efficiency.toml`, its board's power and what the host needs to launch a kernel, in one
 value the step-time model reads.
@@ -73,9 +75,11 @@ def settings_error() -> float:
     return float(efficiency()["ranges"]["settings"])
 
 
-def cards_error() -> float:
-    """Of the ratio between two cards at one job."""
-    return float(efficiency()["ranges"]["between_cards"])
+def cards_error(*cards: str) -> float:
+    """Of the ratio between two cards at one job; each of them without rows adds what it is less known by."""
+    ranges = efficiency()["ranges"]
+    unseen = sum(card not in ranges["cards"] for card in cards)
+    return math.hypot(float(ranges["between_cards"]), float(ranges["unseen_card"]) * math.sqrt(unseen))
 
 
 def limits(rate: float, error: float) -> tuple[float, float]:
@@ -99,11 +103,12 @@ class Board:
     sm_joules: float  # of an SM and clock without matrix products
     doubling_width: float  # 16-bit operations of an SM and clock that take as much again
     byte_joules: float
+    reached: float  # of the peak for its arithmetic, while an SM multiplies
     voltage_knee: float
     voltage_slope: float
 
     def joules(self, *, plain_s: float, weighted_s: float, moved_bytes: float, clock: float) -> float:
-        """Energy above the static part: SMs busy for `plain_s`, in it matrix products for `weighted_s` (seconds × width / W)."""
+        """Energy above the static part: SMs busy for `plain_s`, in it multiplying for `weighted_s` (seconds × width / W)."""
         voltage = 1 + self.voltage_slope * max(0.0, clock - self.voltage_knee)
         per_second = self.sms * self.clock_hz * clock * self.sm_joules * voltage**2
         return per_second * (plain_s + weighted_s) + moved_bytes * self.byte_joules
@@ -127,6 +132,7 @@ def board_of(gpu: Gpu, constants: Mapping[str, Any]) -> Board | None:
         sm_joules=_process(gpu.capability, constants["processes"])["nj_per_sm_clock"] * 1e-9,
         doubling_width=constants["doubling_width"],
         byte_joules=constants["pj_per_byte"] * 1e-12,
+        reached=constants["reached"],
         voltage_knee=constants["voltage_knee"],
         voltage_slope=constants["voltage_slope"],
     )
@@ -150,6 +156,7 @@ def _process(capability: tuple[int, int], processes: Mapping[str, Any]) -> Mappi
     return found
 
 
+USUAL_CLOCK_HZ = 1.5e9  # of a card whose own is not known
 FLASH_2 = (2, 2)  # the torch whose own flash attention is FlashAttention-2 (its release notes)
 
 
@@ -179,6 +186,7 @@ class Speed:
     sms: int
     kernel_floor_s: float
     host: HostCost
+    tile_element_s: float = 0.0  # of an SM at the nominal clock, for each element of a tile besides multiplying
     asynchronous: bool = True  # the host runs ahead of the device
     link_bytes_per_s: float | None = None  # between devices, one direction
     board: Board | None = None  # None: nothing is known to hold the clock
@@ -205,6 +213,7 @@ def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed
     version = torch_version or installed_torch()
     _, shares = architecture(gpu.capability)
     kernel, matmul = efficiency()["kernel"], shares["matmul"]
+    board = board_of(gpu, efficiency()["power"])
     flash = shares["flash"] if version >= FLASH_2 else min(shares["flash"], shares["flash_before_2"])
     return Speed(
         name=gpu.name,
@@ -218,8 +227,9 @@ def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed
         sms=gpu.sms or max(1, round(fp32 / 1.6e11)),
         kernel_floor_s=kernel["floor_us"] * 1e-6,
         host=host_cost(version),
+        tile_element_s=kernel["tile_element_clocks"] / (board.clock_hz if board else USUAL_CLOCK_HZ),
         link_bytes_per_s=gpu.nvlink_bytes_per_s or gpu.pcie_bytes_per_s,
-        board=board_of(gpu, efficiency()["power"]),
+        board=board,
         card_error=card_error(gpu.catalog_name or gpu.name),
     )
 

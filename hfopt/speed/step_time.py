@@ -1,9 +1,9 @@
 """The time of one optimizer step: a roofline per kernel on the device, a launch cost per kernel on the host, and the two overlaid.
 
 Device, per kernel: max(arithmetic, memory, floor). A matmul's arithmetic is its tiles in whole waves over the SMs (the best of a few tile
-shapes and split-K factors, as cuBLAS picks), at the clock that the board's power lets the step sustain (`device_speed`); everything else is
-its bytes over the bandwidth its kind reaches. Host, per kernel: a constant by phase. In a phase the device starts when the host has
-launched, and runs no faster than it is fed:
+shapes and split-K factors, as cuBLAS picks; each tile also takes its time to begin and to be written), at the clock that the board's power
+lets the step sustain (`device_speed`); everything else is its bytes over the bandwidth its kind reaches. Host, per kernel: a constant by
+phase. In a phase the device starts when the host has launched, and runs no faster than it is fed:
 end = max(max(host, device) + busy, host + launch).
 Trainer reads the loss back once per micro-batch (`logging_nan_inf_filter`), so host and device meet there; accumulation repeats that.
 
@@ -47,9 +47,11 @@ class RankTraffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Work:
-    """Of each group of kernels: arithmetic at the nominal clock, memory traffic or the shortest time, bytes."""
+    """Of each group of kernels: arithmetic at the nominal clock, how much of it the matrix units multiply, memory traffic or the shortest
+    time, bytes."""
 
     arithmetic_s: Floats
+    multiplying_s: Floats
     other_s: Floats
     moved_bytes: Floats
 
@@ -98,6 +100,7 @@ class StepTimer:
         self._syncs = float(self._count[self._sync].sum()) + 1
         self._arithmetic = np.array([op.kind in ("matmul", "attention", "conv") for op in ops], dtype=bool)
         self._width = np.array([_width_weight(op, speed, precision) for op in ops])
+        self._multiplying_rate = np.array([_multiplying_rate(op, speed, precision) for op in ops])
         self._peak = speed.peak_flops.get(_main_arithmetic(ops, precision)) or speed.peak_flops.get("fp32")
 
     def at(self, batch: int, accumulation: int = 1) -> StepTime:
@@ -151,7 +154,13 @@ class StepTimer:
             arithmetic[self._tiled] = np.maximum(quantised * repeats, arithmetic[self._tiled])
         running = self._count * ~self._sync
         waiting = np.maximum(moved / self._bandwidth, self._speed.kernel_floor_s)
-        return _Work(arithmetic_s=arithmetic * running, other_s=waiting * running, moved_bytes=moved * running)
+        multiplying = np.where(self._arithmetic, flops / self._multiplying_rate, 0.0)
+        return _Work(
+            arithmetic_s=arithmetic * running,
+            multiplying_s=multiplying * running,
+            other_s=waiting * running,
+            moved_bytes=moved * running,
+        )
 
     def _sustained(self, work: _Work, accumulation: int) -> tuple[float, float | None]:
         """(the clock as a share of the nominal one, the board's average power): 1 and None where nothing is known of its power."""
@@ -163,7 +172,7 @@ class StepTimer:
 
         def average_w(clock: float) -> float:
             kernel_s = work.seconds(clock)
-            multiplying_s = np.minimum(work.arithmetic_s / clock, kernel_s)
+            multiplying_s = work.multiplying_s / clock
             drawn = board.joules(
                 plain_s=float((kernel_s * repeat).sum()),
                 weighted_s=float((multiplying_s * self._width * repeat).sum()),
@@ -271,6 +280,14 @@ def _width_weight(op: OpCost, speed: Speed, precision: Precision) -> float:
     return speed.board.width_weight(speed.peak_flops[kind], kind)
 
 
+def _multiplying_rate(op: OpCost, speed: Speed, precision: Precision) -> float:
+    """While nothing else is waited for."""
+    kind = _arithmetic_of(op.dtype, precision)
+    if speed.board is None or kind == "fp32" or kind not in speed.peak_flops:
+        return speed.matmul_flops.get(kind) or speed.matmul_flops["fp32"]
+    return speed.peak_flops[kind] * speed.board.reached
+
+
 def _tiled_seconds(shapes: Floats, rates: Floats, speed: Speed) -> Floats:
     """A matmul as tiles in whole waves: the fastest of the tile shapes, with the inner dimension split where that fills the card."""
     m, n, k, batch = np.maximum(shapes, 1).T
@@ -281,7 +298,7 @@ def _tiled_seconds(shapes: Floats, rates: Floats, speed: Speed) -> Floats:
         for split in SPLIT_K:
             inner = np.ceil(k / split / 32) * 32
             waves = np.ceil(tiles * split / speed.sms)
-            seconds = waves * 2 * tile_m * tile_n * inner / (per_sm * share)
+            seconds = waves * tile_m * tile_n * (2 * inner / (per_sm * share) + speed.tile_element_s)
             if split > 1:
                 seconds = seconds + batch * m * n * 4 * 2 * split / speed.memory_bytes_per_s  # partial sums, written and read in float32
             best = np.minimum(best, seconds)

@@ -41,6 +41,8 @@ def test_the_winners_and_who_cannot_be_told_from_them() -> None:
     assert speed.words.startswith("fastest: L4, 100 samples/s; A10 cannot be told apart (8 of 10 ")
     assert cost.words == "cheapest: T4, 0.56 USD a million samples (X y)"
     assert energy.words == "least energy: L4, 0.19 kWh a million samples"
+    for best, other, equal in (("A10", "RTX A6000", False), ("L4", "Tesla T4", True)):  # cards with published training rows, and without
+        assert bool(winners((row(best, 100.0), row(other, 86.0)), NO_LIMITS)[0].equal) is equal
     many = winners((L4, *(row(f"card {number}", 99.0) for number in range(8))), NO_LIMITS)[0].words
     assert "card 4 and 3 more cannot be told apart" in many and "card 5" not in many
     assert winners((L4, NO_FIT), NO_LIMITS) == (), "one card is no comparison"

@@ -84,10 +84,45 @@ def test_waiting_for_memory_leaves_more_of_the_clock_than_multiplying() -> None:
         name="add.Tensor", kind="elementwise", dtype="bfloat16", phase="forward", count=50,
         flops_constant=0, flops_slope=0, bytes_constant=0, bytes_slope=4 * 10**9,
     )  # fmt: skip
-    l4 = fast(find("l4"))
-    alone, mixed = StepTimer(PRODUCTS, l4, "bf16").at(1), StepTimer((*PRODUCTS, between), l4, "bf16").at(1)
+    card = fast(find("h100 pcie"))
+    alone, mixed = StepTimer(PRODUCTS, card, "bf16").at(1), StepTimer((*PRODUCTS, between), card, "bf16").at(1)
     assert alone.clock_share is not None and mixed.clock_share is not None
     assert alone.clock_share < mixed.clock_share
+
+
+def test_a_step_draws_for_its_multiplications_as_the_measured_products_do() -> None:
+    """Not for the time its products take: that has waves and writes in it."""
+    card = replace(find("a100 sxm 80gb"), power_limit_w=2000.0)
+    found, one = StepTimer(PRODUCTS, fast(card), "bf16").at(1), board(card)
+    peak, operations = card.peak_flops["bf16"], 50 * 2 * 8192**3
+    multiplying_s = operations / (peak * one.reached)
+    assert multiplying_s < 0.95 * found.busy_s
+    drawn_j = one.joules(
+        plain_s=found.busy_s, weighted_s=multiplying_s * one.width_weight(peak, "bf16"), moved_bytes=50 * 6 * 8192**2, clock=1.0
+    )
+    assert found.clock_share == 1.0
+    assert found.power_w == pytest.approx(one.static_w + drawn_j / found.step_s, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "measured"),
+    [  # the rate of products of 2048 over that of 8192, benchmarks/data/published_matmul_sizes.csv; sources are there
+        ("h100 sxm", "float16", 0.88),
+        ("h100 sxm", "bfloat16", 0.85),
+        ("v100 sxm2 16gb", "float16", 0.80),
+        ("rtx 3080", "float16", 0.94),
+        ("rtx 3060", "bfloat16", 0.93),
+    ],
+)
+def test_small_products_are_slower_by_what_a_tile_takes_besides_multiplying(name: str, dtype: str, measured: float) -> None:
+    def rate(size: int) -> float:
+        product = replace(
+            PRODUCTS[0], dtype=dtype, count=1e5, flops_slope=2 * size**3, bytes_slope=6 * size**2,
+            shape=((0, size), (size, 0), (size, 0), (1, 0)),
+        )  # fmt: skip
+        return 2 * size**3 / StepTimer([product], fast(find(name)), "fp32").each_kernel_s(1)[0]
+
+    assert rate(2048) / rate(8192) == pytest.approx(measured, rel=0.08)
 
 
 def test_a_card_of_unknown_power_runs_at_its_nominal_clock() -> None:

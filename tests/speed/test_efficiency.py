@@ -28,6 +28,7 @@ def test_work_without_rows_is_less_known() -> None:
 
 def test_ratios_are_known_better_than_rates() -> None:
     assert settings_error() < cards_error() < efficiency()["ranges"]["rate"]
+    assert cards_error() == cards_error("A10", "RTX A6000") < cards_error("A10", "L4") < cards_error("Tesla T4", "L4")
 
 
 def test_a_range_is_the_same_factor_up_and_down() -> None:
