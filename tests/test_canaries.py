@@ -288,6 +288,10 @@ def _trainer() -> Any:
     return transformers.Trainer(model=transformers.LlamaForCausalLM(config), args=args, train_dataset=_Named())
 
 
+def _trainer_source() -> str:
+    return Path(import_module("transformers.trainer").__file__ or "").read_text()
+
+
 def _node() -> Any:
     return (torch.ones(1, requires_grad=True) * 2).grad_fn
 
@@ -332,6 +336,9 @@ PROBES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # package -> what is 
     },
     "transformers": {
         "Trainer._train_batch_size": lambda: _trainer()._train_batch_size == _trainer().args.train_batch_size,
+        "Trainer._initial_global_step stands for rates of the steps that were run": lambda: (
+            ("self._initial_global_step" in _trainer_source()) == ("num_train_samples * num_steps_trained" in _trainer_source())
+        ),
         "PreTrainedConfig._attn_implementation, _name_or_path": lambda: (
             _trainer().model.config._attn_implementation == "sdpa" and _trainer().model.config._name_or_path == ""
         ),
