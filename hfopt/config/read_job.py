@@ -208,9 +208,10 @@ class _Reading:
             homes = {**self._words(dialect, self.layout.main), **self._stated_once(ATTENTION), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
-                job = self._job(
-                    {**implied(dialect, self.facts, args, self.world_size), **_trl_arguments(self.facts, trainer), **args}, trainer, homes
-                )
+                unstated = implied(dialect, self.facts, args, self.world_size)
+                if not self._is_read_by_a_script(trainer, dialect):
+                    unstated.pop("eval_strategy", None)  # `trl` adds none
+                job = self._job({**unstated, **_trl_arguments(self.facts, trainer), **args}, trainer, homes)
         problems = list(dict.fromkeys(item.problem for item in (*found, *aside))) + list(self._about_the_file(found))
         problems.sort(key=lambda problem: (problem.place.line, problem.place.column) if problem.place else (0, 0))
         return Loaded(

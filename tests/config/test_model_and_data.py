@@ -673,3 +673,10 @@ def test_zephyrs_first_names_of_an_adapter_and_a_dataset_in_a_mixer() -> None:
 )
 def test_a_file_that_is_named_after_a_reward_model(path: str, trainer: str) -> None:
     assert job("model: {base_model: facebook/opt-1.3b}\nmax_length: 64", path).trainer == trainer
+
+
+def test_trls_own_parser_evaluates_only_when_it_is_told() -> None:
+    flat = "model_name_or_path: gpt2\ndataset_name: d\npacking: true\neval_steps: 20\nper_device_eval_batch_size: 4\n"
+    assert not job(flat).settings.evaluation.runs
+    assert job(flat + "my_own_key: 3").settings.evaluation.runs
+    assert job(flat + "eval_strategy: steps").settings.evaluation.runs
