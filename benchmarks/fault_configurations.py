@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ VOCABULARY, LENGTH, CLASSES, STEPS, BATCH = 32, 8, 3, 3, 4
 SMALL = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 Make = Callable[[Path], Any]
 CONFIGURATIONS: dict[str, Make] = {}
+OBSERVED: WeakKeyDictionary[Any, Callable[[], Any]] = WeakKeyDictionary()
+"""What else of a Trainer's script must end as undisturbed."""
 
 
 def configuration(make: Make) -> Make:
@@ -105,7 +108,7 @@ def trainer(folder: Path, task: str = "causal", *, kind: Any = Trainer, argument
     dataset = more.pop("dataset", None) or Samples(task)
     init = {
         key: more.pop(key)
-        for key in ("compute_loss_func", "eval_dataset", "compute_metrics", "callbacks", "data_collator", "optimizers")
+        for key in ("compute_loss_func", "eval_dataset", "compute_metrics", "callbacks", "data_collator", "optimizers", "criterion")
         if key in more
     }
     values = {
@@ -341,7 +344,7 @@ class Plain(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         logits = self.last(self.first(x.double()).relu())
-        return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+        return {"loss": functional.cross_entropy(logits, labels) if labels is not None else None, "logits": logits}
 
 
 @configuration

@@ -10,9 +10,13 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import Rule
-from hfopt.oom import next_settings, replay, split_batch
+from hfopt.oom import kept_state, next_settings, replay, split_batch
+from hfopt.oom.kept_state import Covered, Look
+from hfopt.oom.own_counts import Snapshot
 from hfopt.oom.step_down import Refusal, next_size
 from hfopt.schema import OomSeen, ReplanStep
 
@@ -29,8 +33,9 @@ class ProtectedEvaluation:
 
     def __init__(self, trainer: Any, guard: Any) -> None:
         self.trainer = trainer
-        self.pieces, self.fit = guard.pieces, guard.fit
+        self.pieces, self.fit, self._guard = guard.pieces, guard.fit, guard
         self.size: int | None = None
+        self._said = False
         self._original = trainer.prediction_step
         self._rule: Rule | Refusal | None = None
 
@@ -38,20 +43,41 @@ class ProtectedEvaluation:
         self.pieces.attach()
         options = _Options(prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys, more=more)
         size, before = self.pieces.size(inputs), self.pieces.counters.snapshot()
-        drawn = replay.snapshot(self.trainer.args.device)
+        drawn, kept, released = replay.snapshot(self.trainer.args.device), None, None
         while True:
             try:
                 if self.size is None or size is None or size <= self.size:
                     return self._one(model, inputs, options)
-                return self._in_pieces(model, inputs, size, options)
+                kept = kept or self._guard.kept.look(self._covered())
+                found = self._in_pieces(model, inputs, size, options)
             except oom_errors.RAISED_AS as error:
                 seen = self._seen(error, inputs, size)
                 if seen is None:
                     raise
                 released = oom_errors.without_frames(error)
+            else:
+                self._stays(kept, before, drawn, released)
+                return found
             self.pieces.counters.restore(before)
             replay.restore(drawn)
+            kept = self._guard.kept.look(self._covered())
             self._step_down(model, inputs, seen, options, released)
+
+    def _covered(self) -> Covered:
+        covered: Covered = self.pieces.counters.covered()
+        return covered
+
+    def _stays(self, kept: Look, counts: Snapshot, drawn: replay.RngState, released: BaseException | None) -> None:
+        """What evaluation moves, it moves once per batch; a failed attempt and pieces have moved it otherwise."""
+        what = self._guard.kept.moved(kept, self._covered())
+        why = kept_state.refusal(what) if what is not None else self.pieces.counters.refusal(counts)
+        if why is not None:
+            text = f"evaluation cannot be run in pieces: {why.reason}"
+            next_settings.say(f"hfopt: out of memory in {text}")
+            raise released or torch.OutOfMemoryError(text)
+        if not self._said and (replay.moved_in_torch(drawn) or replay.moved_on_the_host(drawn)):
+            self._said = True
+            next_settings.say("hfopt: evaluation draws random numbers; in pieces it draws others, and so does training after it")
 
     def _one(self, model: Any, inputs: Any, options: _Options) -> Any:
         return self._original(model, inputs, options.prediction_loss_only, ignore_keys=options.ignore_keys, **options.more)
@@ -66,7 +92,10 @@ class ProtectedEvaluation:
         rule = self._rule.name if isinstance(self._rule, Rule) else "counted"
         shape = self.pieces.loss_shape(inputs)
         shares = loss_rule.weights(rule, parts, sizes, shape)
-        results = [self._one(model, part, options) for part in parts]
+        results = []
+        for part in parts:
+            self.pieces.counters.restore(self.pieces.counters.each_call(before))
+            results.append(self._one(model, part, options))
         self.pieces.counters.merge_pieces(before, loss_rule.weights("counted", parts, sizes, shape))
         losses = [result[0] * share for result, share in zip(results, shares, strict=True) if result[0] is not None and share]
         joined: list[Any] = [sum(losses[1:], losses[0]) if losses else None]
@@ -81,16 +110,7 @@ class ProtectedEvaluation:
         piece = min(self.size or size or 1, size or 1)
         if known is None or piece == 1 or split_batch.why_not(inputs, size) is not None:
             return None
-        now = next_settings.memory_now(self.trainer.args.device)
-        return OomSeen(
-            phase="evaluation",
-            step=self.trainer.state.global_step,
-            micro_batch=piece,
-            allocated_bytes=now.allocated_bytes,
-            reserved_bytes=now.reserved_bytes,
-            requested_bytes=known.requested_bytes,
-            capacity_bytes=now.capacity_bytes,
-        )
+        return next_settings.oom_seen(self.trainer, known, "evaluation", piece)
 
     def _step_down(self, model: Any, inputs: Any, seen: OomSeen, options: _Options, released: BaseException) -> None:
         next_settings.give_memory_back(self.trainer.args.device)

@@ -18,8 +18,10 @@ from hfopt.compat import tf32_is_on
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import MEANS, LossShape, Rule, RuleName
 from hfopt.oom import replay, split_batch
-from hfopt.oom.next_settings import give_memory_back, say
-from hfopt.oom.replay import Counters, RngState
+from hfopt.oom.kept_state import LIBRARIES
+from hfopt.oom.next_settings import say
+from hfopt.oom.own_counts import Counters, Snapshot
+from hfopt.oom.replay import RngState
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
 from hfopt.oom.whole_draws import Draws, Learned, Rows
@@ -27,7 +29,7 @@ from hfopt.oom.whole_draws import Draws, Learned, Rows
 _EXCHANGES = {"gather", "gather_for_metrics", "reduce", "all_reduce", "all_gather", "all_gather_object", "broadcast"}
 Step = Callable[..., torch.Tensor]
 _VERIFIED = 3  # micro-batches in pieces whose losses are compared with that of the whole; after them at steps that lie twice as far
-_GRADIENTS = 10  # times the tolerance of a loss: gradients are sums over more products
+ANOTHER_LOSS = "a micro-batch that had gone through has another loss when it is run again, so something has moved since"
 LastPiece = Callable[[], AbstractContextManager[None]]
 # a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
 _CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
@@ -58,17 +60,22 @@ class Pieces:
         self.scale = 1.0  # of every loss; another one only after a restart, see `keep_scale`
         self._weight = 1.0
         self._backwards = 0
-        self._accelerator: Any = None
+        self.looks_at_gradients = False  # whether a training_step changes them after its backward
+        self._after_backward = 0.0
+        self.accelerator: Any = None
         self.draws = Learned()  # how random numbers are drawn, from the check
-        self._check_at = self._verify_at = 0  # the steps at which gradients and losses are compared again
-        self._said_draws = self._said_unchecked = False
+        self.draws_alike = False  # numpy's and Python's numbers of a call do not depend on its samples
+        self.noise_on_the_host = False  # they do, but each sample has its own: pieces draw others
+        self._verify_at = 0  # the step at which losses are compared again
+        self._said_draws = False
+        self._own_step = type(trainer).training_step.__module__.split(".")[0] not in LIBRARIES
 
     def attach(self) -> None:
         """Wraps the accelerator's backward; again when the Trainer has made itself a new accelerator."""
         accelerator = self.trainer.accelerator
-        if accelerator is self._accelerator:
+        if accelerator is self.accelerator:
             return
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         original = accelerator.backward
 
         def backward(loss: torch.Tensor, **more: Any) -> None:
@@ -77,11 +84,13 @@ class Pieces:
             self._backwards += 1
             weight = self._weight * self.scale
             original(loss if weight == 1.0 else loss * weight, **more)
+            if self.looks_at_gradients:
+                self._after_backward = gradient_norm(self.trainer.model)
 
         accelerator.backward = backward
 
     def whole(self, model: Any, inputs: Inputs, num_items: Any) -> torch.Tensor:
-        self.phase, self._weight = "forward", 1.0
+        self.phase, self._weight, self.looks_at_gradients = "forward", 1.0, False
         loss = self._step(model, inputs, num_items)
         return loss if self.scale == 1.0 else loss * self.scale
 
@@ -90,23 +99,43 @@ class Pieces:
         size = self.size(inputs)
         inputs = split_batch.shallow_copy(inputs)
         if size is None or piece is None or piece >= size:
-            with self._last_piece() if syncs else self._accelerator.no_sync(model):
+            with self._last_piece() if syncs else self.accelerator.no_sync(model):
                 return self.whole(model, inputs, num_items)
         before = self.counters.snapshot()
         parts, shares, tokens, rows = self._cut(model, inputs, num_items, size, piece)
         state = replay.snapshot(self.trainer.args.device)
         total: torch.Tensor | None = None
+        each_call = self.counters.each_call(before)
+        self.looks_at_gradients = self._own_step
         for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
             last = syncs and number == len(parts) - 1
-            with self._last_piece() if last else self._accelerator.no_sync(model), self._drawing(state, rows[number]):
-                loss = self._one(model, part, num_items, share)
+            if number:
+                self.counters.restore(each_call)
+                replay.restore_host(state)
+            with self._last_piece() if last else self.accelerator.no_sync(model), self._drawing(state, rows[number]):
+                loss = self.one(model, part, num_items, share)
             total = loss if total is None else total + loss
-            if number == 0 and len(parts) > 1 and (why := self.after_first_piece()) is not None:
+            if number == 0 and len(parts) > 1 and (why := self.after_first_piece() or self._moved(before, state)) is not None:
                 raise CannotCut(why)
+        if (why := self._moved(before, state)) is not None:
+            raise CannotCut(why)
         self.say_other_draws(state)
         self.counters.merge_pieces(before, tokens)
         assert total is not None
         return total
+
+    def _moved(self, before: Snapshot, state: RngState) -> Refusal | None:
+        if not (self.draws_alike or self.noise_on_the_host) and replay.moved_on_the_host(state):
+            return drawn_on_the_host()
+        return self.counters.refusal(before)
+
+    def has_the_same_loss(self, inputs: Inputs, before: torch.Tensor, now: torch.Tensor, *, in_pieces: bool) -> bool:
+        """Of a micro-batch that had gone through, run again: what its loss depends on may have moved since."""
+        if before.numel() != 1 or (in_pieces and (self.noise_on_the_host or self._said_draws)):
+            return True
+        one, other = float(before), float(now)
+        apart = abs(one - other) > self.loss_shape(inputs).tolerance * max(abs(one), abs(other))
+        return not (apart and math.isfinite(one) and math.isfinite(other))
 
     def _drawing(self, state: RngState, rows: Rows) -> AbstractContextManager[Any]:
         """Every piece draws as the whole would have, where it can be given that."""
@@ -116,81 +145,12 @@ class Pieces:
         return Draws(self.draws, rows)
 
     def say_other_draws(self, before: RngState) -> None:
-        if not (self._said_draws or self.draws.givable) and replay.moved(before):
+        others = replay.moved_in_torch(before) and not self.draws.givable
+        if not self._said_draws and (others or (replay.moved_on_the_host(before) and not self.draws_alike)):
             self._said_draws = True
             say("hfopt: dropout draws other masks for the pieces than for the whole micro-batch")
 
-    def check(self, model: Any, inputs: Inputs, num_items: Any) -> None:
-        """Before pieces are trusted, and where no gradient is waiting: the gradient of two samples is that of each, added up.
-
-        Losses alone do not show a term that only training mode has, one that is added in backward, samples that are mixed with each
-        other, or hooks that change gradients. The random numbers are the same for both, as far as they can be given; where they cannot,
-        the losses' word stands. What was moved is put back by who calls.
-        """
-        size = self.size(inputs)
-        if self.trainer.state.global_step < self._check_at or size is None or size < 2:
-            return
-        if self.rule is None and isinstance(found := self.find_rule(model, inputs, num_items, size), Refusal):
-            raise CannotCut(found)
-        assert self.rule is not None
-        shape = self.loss_shape(inputs)
-        pair = split_batch.two_unlike_samples(inputs, size, shape)
-        alone = [split_batch.take(inputs, [row], size) for row in pair]
-        shares = loss_rule.weights(self.rule.name, alone, [1, 1], shape)
-        if 0.0 in shares:
-            return
-        self._check_at = self._twice_as_late()
-        bare = self._accelerator.unwrap_model(model)
-        state = replay.snapshot(self.trainer.args.device)
-        self.draws = Learned()
-        norms = []
-        try:
-            with Draws(self.draws, None):
-                self._one(bare, split_batch.take(inputs, pair, size), num_items, 1.0)
-            norms.append(_gradient_norm(bare))
-            for place, (one, share) in enumerate(zip(alone, shares, strict=True)):
-                replay.restore_torch(state)
-                with Draws(self.draws, Rows(start=place, count=1, of=2), learns=True):
-                    self._one(bare, one, num_items, -share)
-                norms.append(_gradient_norm(bare))
-        except oom_errors.RAISED_AS as error:
-            if oom_errors.recognise(error) is None:
-                raise
-            self._check_losses(bare, inputs, num_items, pair, shares)
-            return
-        if self.draws.permutes:
-            raise CannotCut(_mixed(f"the model draws a permutation ({self.draws.other})"))
-        comparable = self.draws.other is None and all(map(math.isfinite, norms)) and not replay.moved_on_the_host(state)
-        if comparable and norms[2] > _GRADIENTS * shape.tolerance * max(norms):
-            raise CannotCut(_mixed("the gradient of two samples is not that of each alone, though their losses add up"))
-
-    def _check_losses(self, bare: Any, inputs: Inputs, num_items: Any, pair: list[int], shares: list[float]) -> None:
-        """Two samples do not fit with gradients: their losses in training mode are compared, and the rest is said."""
-        device, size = self.trainer.args.device, self.size(inputs)
-        assert size is not None
-        self.draws = Learned()
-        bare.zero_grad()
-        give_memory_back(device)
-        state, loss_of = replay.snapshot(device), self._loss_of(bare, num_items)
-        with torch.no_grad(), Draws(self.draws, None):
-            whole = loss_of(split_batch.take(inputs, pair, size))
-        losses = []
-        for place, row in enumerate(pair):
-            replay.restore_torch(state)
-            with torch.no_grad(), Draws(self.draws, Rows(start=place, count=1, of=2), learns=True):
-                losses.append(loss_of(split_batch.take(inputs, [row], size)))
-        values = [value for value in (whole, *losses) if value is not None]
-        if self.draws.permutes:
-            raise CannotCut(_mixed(f"the model draws a permutation ({self.draws.other})"))
-        if len(values) == 3 and self.draws.other is None and not replay.moved_on_the_host(state):
-            apart = abs(values[0] - shares[0] * values[1] - shares[1] * values[2])
-            if apart > self.loss_shape(inputs).tolerance * max(map(abs, values)):
-                raise CannotCut(_mixed("in training mode the loss of two samples is not made of the losses of each"))
-        if not self._said_unchecked:
-            self._said_unchecked = True
-            say("hfopt: two samples do not fit together, so only the losses of pieces were compared with the whole's, not their gradients")
-
-    def _one(self, model: Any, part: Inputs, num_items: Any, share: float) -> torch.Tensor:
+    def one(self, model: Any, part: Inputs, num_items: Any, share: float) -> torch.Tensor:
         self.phase, self._weight, self._backwards = "forward", share, 0
         try:
             loss = self._step(model, part, num_items) * (share * self.scale)
@@ -198,6 +158,10 @@ class Pieces:
             self._weight = 1.0
         if self._backwards != 1:
             raise CannotCut(_not_one_backward(self._backwards))
+        after = self._after_backward if self.looks_at_gradients else math.nan
+        if math.isfinite(after) and gradient_norm(self.trainer.model) != after:
+            reason = "training_step changes the gradients after each micro-batch"
+            raise CannotCut(Refusal(name="gradients_touched", reason=reason, batch_bound=True))
         return loss
 
     def _cut(
@@ -223,8 +187,8 @@ class Pieces:
     def _verify(self, model: Any, inputs: Inputs, num_items: Any, parts: list[Inputs], shares: list[float], tolerance: float) -> None:
         """Two samples can be alike by chance (one class, where classes are weighted): the losses of all pieces are compared with the whole
         one's. Where that does not fit even without gradients, the two samples' word stands."""
-        bare = self._accelerator.unwrap_model(model)
-        loss_of = self._loss_of(bare, num_items)
+        bare = self.accelerator.unwrap_model(model)
+        loss_of = self.loss_of(bare, num_items)
         try:
             with self._without_a_trace(bare):
                 whole = loss_of(inputs)
@@ -241,9 +205,9 @@ class Pieces:
             reason = "the losses of its pieces, weighted by their labels or samples, do not make up the loss of the micro-batch"
             raise CannotCut(Refusal(name="contrastive", reason=reason, batch_bound=True))
         self._verified += 1
-        self._verify_at = self._twice_as_late()
+        self._verify_at = self.twice_as_late()
 
-    def _twice_as_late(self) -> int:
+    def twice_as_late(self) -> int:
         """A term may grow from nothing (warmed up, or the distance from a reference model): it is looked for again, ever more rarely."""
         step = int(self.trainer.state.global_step)
         return max(step + 1, 2 * step)
@@ -254,7 +218,7 @@ class Pieces:
     def refusal(self, model: Any, inputs: Inputs, num_items: Any) -> Refusal | None:
         """Why this micro-batch cannot be run in pieces; settles the rule on the way."""
         size = self.size(inputs)
-        bare = self._accelerator.unwrap_model(model)
+        bare = self.accelerator.unwrap_model(model)
         refused = split_batch.structural_refusal(bare, self.trainer) or split_batch.why_not(inputs, size)
         if refused is not None or size is None or size == 1 or (self.rule is not None and self.rule.settled):
             return refused
@@ -262,11 +226,11 @@ class Pieces:
         return found if isinstance(found, Refusal) else None
 
     def find_rule(self, model: Any, inputs: Inputs, num_items: Any, size: int) -> Rule | Refusal:
-        bare = self._accelerator.unwrap_model(model)
+        bare = self.accelerator.unwrap_model(model)
         try:
             with self._without_a_trace(bare):
                 found = split_batch.find_rule(
-                    inputs, size, self.loss_shape(inputs), self._loss_of(bare, num_items), self._expected(num_items)
+                    inputs, size, self.loss_shape(inputs), self.loss_of(bare, num_items), self._expected(num_items)
                 )
         except torch.OutOfMemoryError:
             found = Refusal(name="untried", reason="not even two samples fit without gradients")
@@ -284,9 +248,9 @@ class Pieces:
         """
         if num_items is None or self._expected(num_items)[0] != "sum":
             return
-        bare = self._accelerator.unwrap_model(model)
+        bare = self.accelerator.unwrap_model(model)
         with self._without_a_trace(bare):
-            once, twice = (self._loss_of(bare, items)(inputs) for items in (num_items, 2 * num_items))
+            once, twice = (self.loss_of(bare, items)(inputs) for items in (num_items, 2 * num_items))
         if once and twice is not None and not loss_rule.uses_items(once, twice):
             self.scale = accumulation / self.trainer.args.gradient_accumulation_steps
 
@@ -301,7 +265,7 @@ class Pieces:
             self.counters.restore(before)
             replay.restore(state)
 
-    def _loss_of(self, bare: Any, num_items: Any) -> split_batch.LossOf:
+    def loss_of(self, bare: Any, num_items: Any) -> split_batch.LossOf:
         def loss_of(inputs: Inputs) -> float | None:
             prepared = self.trainer._prepare_inputs(split_batch.shallow_copy(inputs))
             with self.trainer.compute_loss_context_manager():
@@ -320,7 +284,7 @@ class Pieces:
         names = ("shift_labels", "labels", *(trainer.label_names or ()))
         label = next((name for name in names if inputs.get(name) is not None), None)
         return LossShape(
-            label_name=label, shifted=label != "shift_labels" and _shifts_labels(trainer), tolerance=_tolerance(trainer, self._accelerator)
+            label_name=label, shifted=label != "shift_labels" and _shifts_labels(trainer), tolerance=_tolerance(trainer, self.accelerator)
         )
 
 
@@ -329,11 +293,12 @@ def _not_one_backward(count: int) -> Refusal:
     return Refusal(name="own_backward", reason=f"training_step runs accelerator.backward {times} per micro-batch", batch_bound=True)
 
 
-def _mixed(reason: str) -> Refusal:
-    return Refusal(name="mixed_samples", reason=reason, batch_bound=True)
+def drawn_on_the_host() -> Refusal:
+    reason = "numpy's or Python's random numbers are drawn in the step, and pieces cannot be given the whole's"
+    return Refusal(name="drawn_on_the_host", reason=reason, batch_bound=True)
 
 
-def _gradient_norm(model: torch.nn.Module) -> float:
+def gradient_norm(model: torch.nn.Module) -> float:
     norms = [parameter.grad.norm().float() for parameter in model.parameters() if parameter.grad is not None]
     return float(torch.stack([norm.cpu() for norm in norms]).norm()) if norms else 0.0
 

@@ -9,16 +9,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from hfopt.compat.transformers_patches import enable_checkpointing, is_checkpointing
+from hfopt.facts.oom_errors import Oom
 from hfopt.files import write_whole
 from hfopt.oom.step_down import Refusal, Situation, next_step
 from hfopt.redact import said
 from hfopt.schema import Candidate, Checkpointing, MemoryModel, NextSettings, OomSeen, Precision, ReplanStep, RunFailure
 from hfopt.units import format_bytes
+
+Phase = Literal["forward", "backward", "optimizer", "evaluation", "unknown"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +43,22 @@ def memory_now(device: torch.device) -> MemoryNow:
         allocated, reserved = torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
         return MemoryNow(allocated_bytes=allocated, reserved_bytes=reserved, capacity_bytes=torch.mps.recommended_max_memory())
     return MemoryNow()
+
+
+def oom_seen(trainer: Any, known: Oom, phase: Phase, micro_batch: int, inputs: Any = None) -> OomSeen:
+    """What can be read of a failure while its step is still alive."""
+    now = memory_now(trainer.args.device)
+    ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+    return OomSeen(
+        phase=phase,
+        step=trainer.state.global_step,
+        micro_batch=micro_batch,
+        length=int(ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else None,
+        allocated_bytes=now.allocated_bytes,
+        reserved_bytes=now.reserved_bytes,
+        requested_bytes=known.requested_bytes,
+        capacity_bytes=now.capacity_bytes,
+    )
 
 
 def give_memory_back(device: torch.device) -> None:

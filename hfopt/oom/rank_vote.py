@@ -27,12 +27,13 @@ from torch.nn.parallel import DistributedDataParallel
 from hfopt.facts import oom_errors
 from hfopt.facts.loss_rule import Rule
 from hfopt.oom import next_settings, rank_vote, replay, split_batch
+from hfopt.oom.micro_batch import ANOTHER_LOSS
 from hfopt.oom.replay import AccumulationWindow
 from hfopt.oom.split_batch import Inputs, structural_refusal
 from hfopt.oom.step_down import Refusal
 
 if TYPE_CHECKING:
-    from hfopt.oom.protect import Failure, Guard
+    from hfopt.oom.guard import Failure, Guard
 
 
 WHOLE = 1 << 40  # larger than any batch: "I need no smaller pieces"
@@ -236,6 +237,7 @@ class ShardedSteps:
         """All ranks: whether the window can be cut, and the one size they go on with."""
         guard = self._guard
         self._drop()
+        window.kept = guard.look(window, weights=True)
         inputs = window.batches[window.index]
         sizes = {guard.pieces.size(batch) for batch in window.batches[: window.index + 1]}
         size = guard.pieces.size(inputs)
@@ -290,10 +292,13 @@ class ShardedSteps:
         for place, inputs in enumerate(window.batches[: window.index + 1]):
             if place == window.index:
                 guard.pieces.counters.restore(window.counters)
+            guard.draw_from(window, place)
             guard.emit("micro_batch", window, place)
             outcome = self._in_pieces(window, inputs, num_items)
             if not isinstance(outcome, torch.Tensor):
                 break
+            if place < window.index and not guard.pieces.has_the_same_loss(inputs, window.losses[place], outcome, in_pieces=True):
+                guard.gives_up(None, ANOTHER_LOSS)
         return outcome
 
     def _in_pieces(self, window: AccumulationWindow, inputs: Inputs, num_items: Any) -> torch.Tensor | Failure | None:
@@ -314,6 +319,8 @@ class ShardedSteps:
         finally:
             self._model.set_requires_gradient_sync(bool(self._guard.trainer.accelerator.sync_gradients))
         pieces.say_other_draws(state)
+        if (why := pieces.counters.refusal(before)) is not None:
+            self._guard.gives_up(None, why.reason)
         pieces.counters.merge_pieces(before, [1 / len(parts)] * len(parts))
         return total
 

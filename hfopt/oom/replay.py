@@ -8,27 +8,21 @@ step and no others: weights that a loss brings along may have some when a window
 The state of every random generator a training step may draw from, noted and put back. It is noted before each step, so it must cost little:
 numpy builds its state number by number, and hardly any step draws from numpy. So the generator's memory is compared first, and the state
 noted before is taken again where nothing was drawn.
-
-What a Trainer subclass counts for itself while it computes a loss, put back before a step is repeated. A subclass may count in
-`compute_loss` (TRL's SFTTrainer: tokens seen, entropy, accuracy). A repeated step would count twice, so the plain values it keeps on itself
-(numbers, strings, and dicts and lists of them) are noted before each micro-batch and restored before the repetition. The Trainer itself
-counts between micro-batches only, so nothing of its own is set back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import random
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 import torch
 
 from hfopt.oom import split_batch
+from hfopt.oom.kept_state import Covered, Look
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
 
@@ -48,7 +42,7 @@ _MODULE_LIBRARIES = frozenset(
         "liger_kernel",
     }
 )
-_PLAIN = (int, float, str, bool, type(None))
+PLAIN = (int, float, str, bool, type(None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +92,12 @@ class ForwardState:
             self._beside = (id(optimizer), [parameter for parameter in trained if id(parameter) not in known])
         return self._beside[1]
 
+    def covered(self, noted: Noted) -> Covered:
+        """What `restore` puts back."""
+        buffers = dict(self.model.named_buffers())
+        numbers = {(id(module), key) for name, module in self._own for key in noted.numbers[name]}
+        return numbers | {(id(buffers[name]), None) for name in noted.copies if name in buffers}
+
     def through(self, noted: Noted) -> None:
         """A window came to its end: what moved in it is copied from now on."""
         moved = self._touched(noted)
@@ -146,7 +146,7 @@ def _versions(buffers: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def _numbers(module: torch.nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
+    return {name: value for name, value in vars(module).items() if isinstance(value, PLAIN) and name != "training"}
 
 
 _MT19937_BYTES = 4 * 624 + 4  # uint32 key[624]; int pos, numpy/random/src/mt19937/mt19937.h
@@ -196,8 +196,7 @@ def snapshot(device: torch.device) -> RngState:
 
 
 def restore(state: RngState) -> None:
-    random.setstate(state.python)
-    np.random.set_state(state.numpy)
+    restore_host(state)
     restore_torch(state)
 
 
@@ -208,132 +207,25 @@ def restore_torch(state: RngState) -> None:
         getattr(torch, state.device_type).set_rng_state(state.device)
 
 
-def moved(since: RngState) -> bool:
+def moved_in_torch(since: RngState) -> bool:
     """Whether anything was drawn since."""
     now = None if since.device is None else getattr(torch, since.device_type).get_rng_state()
-    same = torch.equal(torch.get_rng_state(), since.cpu) and (now is None or torch.equal(now, since.device))
-    return not same or moved_on_the_host(since)
+    return not torch.equal(torch.get_rng_state(), since.cpu) or (now is not None and not torch.equal(now, since.device))
+
+
+def restore_host(state: RngState) -> None:
+    """Of numpy and Python alone."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
+
+
+def of_the_host() -> tuple[Any, str]:
+    """Where numpy and Python stand, to be compared."""
+    return random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def moved_on_the_host(since: RngState) -> bool:
-    """numpy and Python: how their numbers belong to the samples cannot be known."""
-    return random.getstate() != since.python or repr(_numpy.state()) != repr(since.numpy)
-
-
-Snapshot = dict[str, Any]
-_SMALL = 4096  # numbers in a tensor that a subclass may keep for itself: a mean, a histogram
-_NOT_COUNTED = frozenset({"train_dataset", "eval_dataset", "data_collator", "processing_class", "callback_handler", "model_init"})
-_LIBRARIES = frozenset({"builtins", "torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "hfopt", "collections"})
-_NO_STATE = (torch.nn.Module, torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader)
-
-
-class Counters:
-    def __init__(self, trainer: Any) -> None:
-        from transformers import Trainer
-
-        kind = type(trainer)
-        self._trainer = trainer
-        self.custom = kind.compute_loss is not Trainer.compute_loss or kind.training_step is not Trainer.training_step
-        subclasses = [base for base in kind.__mro__ if issubclass(base, Trainer) and base is not Trainer]
-        self._defaults = {name for base in subclasses for name, value in vars(base).items() if type(value) in _PLAIN and name[:2] != "__"}
-
-    def snapshot(self) -> Snapshot:
-        if not self.custom:
-            return {}
-        state = self._trainer.state  # the Trainer counts its tokens between micro-batches, TRL's that generate within them
-        tokens = {"state": _Held(what=state, values={"num_input_tokens_seen": state.num_input_tokens_seen})}
-        return {name: _copied(value) for name, value in self._kept() if _is_plain(value)} | tokens
-
-    def _kept(self) -> Iterator[tuple[str, Any]]:
-        """What it has now, and what its class gives it until it sets its own."""
-        own = vars(self._trainer)
-        yield from ((name, value) for name, value in own.items() if name not in _NOT_COUNTED)
-        yield from ((name, getattr(self._trainer, name)) for name in self._defaults if name not in own)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        for name, value in snapshot.items():
-            before = _put_back(getattr(self._trainer, name), value)
-            if getattr(self._trainer, name) is not before:
-                setattr(self._trainer, name, before)
-
-    def merge_pieces(self, snapshot: Snapshot, weights: Sequence[float]) -> None:
-        """Lists that got one entry per piece get one entry for the micro-batch: the pieces' mean, weighted."""
-        for name, before in snapshot.items():
-            _merged(getattr(self._trainer, name), before, weights)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Held:
-    """A small tensor, or an object of a subclass's own: itself, and what it held."""
-
-    what: Any
-    values: Any
-
-
-def _is_small_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() <= _SMALL and not value.requires_grad and not value.is_inference()
-
-
-def _is_own_object(value: Any) -> bool:
-    """Of a class that no library of models and loops brings: TRL's running moments, a user's baseline."""
-    root = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and root not in _LIBRARIES and not isinstance(value, _NO_STATE) and not callable(value)
-
-
-def _is_plain(value: Any) -> bool:
-    if _is_small_tensor(value) or _is_own_object(value):
-        return True
-    if isinstance(value, dict):
-        return all(_is_plain(inner) for inner in value.values())
-    if isinstance(value, list | deque):
-        return not value or _is_plain(value[0])
-    return isinstance(value, _PLAIN)
-
-
-def _copied(value: Any) -> Any:
-    if _is_small_tensor(value):
-        return _Held(what=value, values=value.clone())
-    if _is_own_object(value):
-        inside = {name: inner for name, inner in vars(value).items() if _is_small_tensor(inner) or isinstance(inner, _PLAIN)}
-        return _Held(what=value, values={name: _copied(inner) for name, inner in inside.items()})
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, list | deque):
-        return [inner if isinstance(inner, _PLAIN) else _copied(inner) for inner in value]
-    return value
-
-
-def _put_back(now: Any, before: Any) -> Any:
-    """The earlier value, in the container that is there now, which others may hold."""
-    if isinstance(before, _Held):
-        if isinstance(before.what, torch.Tensor):
-            with torch.no_grad():
-                before.what.copy_(before.values)
-        else:
-            for name, inner in before.values.items():
-                setattr(before.what, name, _put_back(getattr(before.what, name, None), inner))
-        return before.what
-    if isinstance(before, dict) and isinstance(now, dict):
-        restored = {key: _put_back(now.get(key), inner) for key, inner in before.items()}
-        now.clear()
-        now.update(restored)
-        return now
-    if isinstance(before, list) and isinstance(now, list | deque):
-        kept = [_put_back(there, inner) for there, inner in zip_longest(list(now)[: len(before)], before)]
-        now.clear()
-        now.extend(kept)
-        return now
-    return before
-
-
-def _merged(now: Any, before: Any, weights: Sequence[float]) -> None:
-    if isinstance(now, dict):
-        for key, inner in now.items():
-            _merged(inner, before.get(key, []) if isinstance(before, dict) else [], weights)
-    elif isinstance(now, list) and isinstance(before, list) and len(now) - len(before) == len(weights) > 1:
-        added = now[len(before) :]
-        if all(isinstance(entry, int | float) for entry in added):
-            now[len(before) :] = [sum(entry * weight for entry, weight in zip(added, weights, strict=True)) / sum(weights)]
+    return of_the_host() != (since.python, repr(since.numpy))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -345,17 +237,25 @@ class AccumulationWindow:
     size: int | None  # samples per piece, None: whole micro-batches
     index: int = 0  # of the micro-batch that runs
     rng: RngState | None = None
-    first_counters: Snapshot = field(default_factory=dict)  # when the window began
-    counters: Snapshot = field(default_factory=dict)  # when this micro-batch began
+    rngs: dict[int, RngState] = field(default_factory=dict)  # of later micro-batches, where something may draw between them
+    first_counters: dict[str, Any] = field(default_factory=dict)  # when the window began
+    counters: dict[str, Any] = field(default_factory=dict)  # when this micro-batch began
     attempts: int = 0
     cleared: set[int] = field(default_factory=set)  # sizes that were tried again after clearing
     failed: bool = False
     state: Noted | None = None
+    kept: Look | None = None  # what the script's own code keeps, since memory ran out last
+    losses: list[torch.Tensor] = field(default_factory=list)  # of the micro-batches that went through
     step: int = 0  # the Trainer's global step when it began
 
     @classmethod
     def of(cls, batches: Sequence[Any], size: int | None) -> AccumulationWindow:
         return cls(batches=[split_batch.shallow_copy(b) for b in batches], written=[split_batch.versions(b) for b in batches], size=size)
+
+    @property
+    def noted(self) -> Noted:
+        assert self.state is not None, "noted where the window began"
+        return self.state
 
     @property
     def last(self) -> bool:

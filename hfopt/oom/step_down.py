@@ -31,6 +31,7 @@ class Refusal:
     name: str  # a stable word: batch_norm, contrastive, packed, ragged, ...
     reason: str
     batch_bound: bool = False  # the training depends on the per-device batch itself, so a restart must keep it too
+    lasting: bool = False  # the failed attempt has left what nothing puts back: the step is not repeated in this process at all
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

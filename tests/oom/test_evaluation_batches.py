@@ -37,6 +37,7 @@ def fails_above(most: int, layer: torch.nn.Module) -> list[int]:
             seen.append(hidden.shape[0])
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 
+    hook.__module__ = "torch"  # an instrument: what it counts is nothing that a script keeps
     layer.register_forward_hook(hook)
     return seen
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 FOLDER, KIND, TROUBLE = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 RANK = int(os.environ["RANK"])
-taken: list[int] = []
+TAKEN = FOLDER / f"taken.{RANK}"  # a file: a list that grows with each call is state of the step, and such a step is not repeated
 
 
 class Samples(torch.utils.data.Dataset):
@@ -41,7 +41,7 @@ def out_of_memory(*_: object) -> None:
 
 class Watched(TrainerCallback):
     def on_step_begin(self, args: object, state: object, control: object, model: object = None, **_: object) -> None:
-        taken.clear()
+        TAKEN.write_text("")
         if TROUBLE == "forward" and RANK == 1 and state.global_step == 2:
             model.model.layers[0].register_forward_pre_hook(out_of_memory)
 
@@ -50,14 +50,15 @@ class Watched(TrainerCallback):
             out_of_memory()
 
     def on_step_end(self, args: object, state: object, *_: object, **__: object) -> None:
-        line = json.dumps({"step": state.global_step, "rank": RANK, "rows": sorted(set(taken))})
+        line = json.dumps({"step": state.global_step, "rank": RANK, "rows": sorted(set(map(int, TAKEN.read_text().split())))})
         with (FOLDER / f"steps.{RANK}").open("a") as stream:
             stream.write(line + "\n")
 
 
 class Counting(Trainer):
     def compute_loss(self, model: object, inputs: dict, *args: object, **more: object) -> object:
-        taken.extend(inputs["row"].tolist())
+        with TAKEN.open("a") as stream:
+            stream.write(" ".join(map(str, [*inputs["row"].tolist(), ""])))
         return super().compute_loss(model, {name: value for name, value in inputs.items() if name != "row"}, *args, **more)
 
 
