@@ -81,6 +81,7 @@ class KeptState:
         self._waiting: deque[tuple[str, Any]] = deque()
         self._covered: Covered = set()
         self._look = Look()
+        self._path = "the Trainer"  # that is looked at
         self._outputs: set[str] = set()  # paths on which a forward leaves what it made, with its graph
 
     def moved(self, since: Look, covered: Covered) -> str | None:
@@ -91,6 +92,15 @@ class KeptState:
         trainer = self._trainer
         self._seen = {id(one): one for one in (trainer, trainer.accelerator, trainer.optimizer, self)}
         self._waiting, self._covered, self._look = deque(), covered, Look(weights=weights)
+        try:
+            self._walk(trainer, weights=weights)
+        except Exception as error:  # noqa: BLE001 - whatever a script's objects raise when they are looked at
+            self._look.prints[f"what the script keeps ({type(error).__name__} in {self._path})"] = NEVER
+        found, self._look, self._seen = self._look, Look(), {}
+        self._outputs.update(path for path, value in found.prints.items() if value == GRAPH)
+        return found
+
+    def _walk(self, trainer: Any, *, weights: bool) -> None:
         self._trainer_itself(trainer)
         self._modules("model", trainer.model, is_the_model=True)
         if weights:
@@ -100,23 +110,21 @@ class KeptState:
             self._waiting.append((type(one).__name__, one))
         self._waiting.append(("training_step", self._step))
         while self._waiting:
-            path, value = self._waiting.popleft()
+            self._path, value = self._waiting.popleft()
             if id(value) not in self._seen:
                 self._seen[id(value)] = value
-                self._visit(path, value)
+                self._visit(self._path, value)
             if len(self._seen) > _MOST:
                 self._look.prints["a script of more than 50,000 objects"] = NEVER
                 break
-        found, self._look, self._seen = self._look, Look(), {}
-        self._outputs.update(path for path, value in found.prints.items() if value == GRAPH)
-        return found
 
     def _trainer_itself(self, trainer: Any) -> None:
         libraries = set().union(*(_sets(base) for base in type(trainer).__mro__ if _root(base) in LIBRARIES))
         name = type(trainer).__name__
         own = {key: value for key, value in vars(trainer).items() if key not in libraries}
         self._children(trainer, f"{name}.", own.items())
-        for key in vars(trainer).keys() & libraries - {"model", "model_wrapped", "train_dataset", "eval_dataset", "callback_handler"}:
+        passed_over = {"model", "model_wrapped", "train_dataset", "eval_dataset", "callback_handler"}
+        for key in sorted(vars(trainer).keys() & libraries - passed_over):
             if not isinstance(value := vars(trainer)[key], ATOMS):
                 self._waiting.append((f"{name}.{key}", value))
         self._look.prints[f"{name}.log"] = len(trainer.state.log_history)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from hfopt.oom.kept_state import KeptState
+from hfopt.oom.kept_state import Covered, KeptState
 
 
 class Net(torch.nn.Module):
@@ -117,7 +117,7 @@ def test_an_output_that_is_kept_with_its_graph_is_no_state() -> None:
 def test_what_can_be_put_back_is_passed_over() -> None:
     trainer, _, step = script()
     kept = KeptState(trainer, step)
-    covered = {(id(trainer.model.mean), None)}
+    covered: Covered = {(id(trainer.model.mean), None)}
     before = kept.look(covered)
     trainer.model.mean.add_(1)
     assert kept.moved(before, covered) is None
@@ -129,6 +129,19 @@ def test_an_iterator_that_does_not_tell_where_it_stands_is_never_trusted() -> No
     loss.rows = Opaque()
     kept = KeptState(trainer, step)
     assert "cannot be looked into" in str(kept.moved(kept.look(set()), set()))
+
+
+class Unwilling:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise ArithmeticError("not to be looked at")
+
+
+def test_an_object_that_raises_when_it_is_looked_at_is_never_trusted_and_stops_nothing() -> None:
+    trainer, loss, step = script()
+    loss.teacher = Unwilling()
+    kept = KeptState(trainer, step)
+    assert "ArithmeticError in SimpleNamespace.loss.teacher" in str(kept.moved(kept.look(set()), set()))
 
 
 class Opaque:
