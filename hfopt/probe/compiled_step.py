@@ -27,7 +27,7 @@ from hfopt.errors import DryRunError, VirtualGpuError
 from hfopt.memory.layer_extrapolation import deeper_ops, share_of, traced_depths
 from hfopt.memory.phase_curve import CompiledRun, phase_curve, uncollected
 from hfopt.memory.step_memory import Estimate, context_bytes
-from hfopt.probe.dry_run import child_environment
+from hfopt.probe.dry_run import COMPILE_ORDER, child_environment
 from hfopt.process import child_process
 from hfopt.redact import said
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Gpu, OpCost, StepSettings, TrainJob, Workload
@@ -156,9 +156,9 @@ def compiled_runs(job: TrainJob, gpu: Gpu, settings: StepSettings, orders: Seque
         for number, runs in enumerate(orders):
             folder = stack.enter_context(child_process.scratch_folder())
             env = child_environment("virtual", roomy, 0, folder) | ENVIRONMENT | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-            (folder / "order.pickle").write_bytes(_order(job, settings, runs, first=number == 0))
+            (folder / COMPILE_ORDER).write_bytes(_order(job, settings, runs, first=number == 0))
             output = stack.enter_context((folder / "log").open("wb"))
-            command = [sys.executable, "-m", "hfopt.probe.compiled_worker", str(folder)]
+            command = [sys.executable, "-m", "hfopt.probe.dry_run_worker", str(folder)]
             child = child_process.start(command, folder=folder, timeout_s=_LONGEST_S, env=env, output=output)
             stack.callback(child.end)
             running.append((child, folder))

@@ -1,6 +1,6 @@
 """The child of a compiled estimate: a few of the Trainer's compiled steps on the virtual GPU, and what the allocator noted of them.
 
-Started by compiled_step.py as `python -m hfopt.probe.compiled_worker FOLDER`; reads FOLDER/order.pickle, writes FOLDER/steps.json. The
+Started by compiled_step.py through `dry_run_worker`; reads FOLDER/order.pickle, writes FOLDER/steps.json. The
 kernels are written by Inductor and not made (`compat.torch_patches`): nothing would run them.
 
 The first step of each run is eager, so that what a model decides in its first forward (BERT's kind of problem) costs no second compile.
@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 import pickle
-import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,7 +30,7 @@ from hfopt.compat.torch_patches import FusedKernel, compilations, forget_compile
 from hfopt.errors import HfoptError
 from hfopt.model.from_config import from_job
 from hfopt.probe.compiled_step import CompileOrder
-from hfopt.probe.dry_run import Extent
+from hfopt.probe.dry_run import COMPILE_ORDER, Extent
 from hfopt.probe.training_steps import CudaMeter, MeasuredSteps, Order, brief, build_on, make_trainer
 from hfopt.schema import Workload
 from hfopt.trace.op_cost import Cost, cost
@@ -227,17 +225,10 @@ def _events(history: Sequence[dict[str, Any]]) -> list[tuple[int, int]]:
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    order: CompileOrder = pickle.loads((folder / "order.pickle").read_bytes())
+    order: CompileOrder = pickle.loads((folder / COMPILE_ORDER).read_bytes())
     try:
         facts = _runs(order, folder / "output")
     except Exception as error:  # the parent tells it in one sentence; the traceback stays in its log
         (folder / "steps.json").write_text(json.dumps({"error": f"{type(error).__name__}: {brief(error)}"}))
         raise
     (folder / "steps.json").write_text(json.dumps(facts))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # taking torch down tidily takes longer than some of the steps, and the guard ends whatever is left

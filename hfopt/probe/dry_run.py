@@ -28,6 +28,7 @@ from hfopt.units import format_seconds
 from hfopt.virtual.environment import environment
 
 Device = Literal["cuda", "cpu", "virtual"]
+COMPILE_ORDER = "order.pickle"  # where it lies in its folder, a child compiles steps and looks at them (compiled_worker.py)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

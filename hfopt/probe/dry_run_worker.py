@@ -1,7 +1,7 @@
 """The child of a dry run: imports and builds what it can, waits for the candidate, and has it measured.
 
 Started by dry_run.py as `python -m hfopt.probe.dry_run_worker FOLDER`; reads FOLDER/job.pickle, waits at the named pipe
-FOLDER/candidate, and writes FOLDER/trial.json.
+FOLDER/candidate, and writes FOLDER/trial.json. The children of a compiled estimate come in by this door too: it imports least.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_second_look, spare_the_trainer
 from hfopt.errors import HfoptError
+from hfopt.probe.dry_run import COMPILE_ORDER
 from hfopt.schema import Candidate, EvaluationPeak
 
 
@@ -25,8 +26,20 @@ def _told(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
     return told
 
 
+def _compile(folder: Path) -> None:
+    with lean_imports():
+        spare_second_look()
+        spare_scipy(one_device=False)
+        spare_the_trainer(adapters=True)
+        from hfopt.probe import compiled_worker
+    compiled_worker.main(folder)
+
+
 def main(folder: Path) -> None:
     warnings.simplefilter("ignore")
+    if (folder / COMPILE_ORDER).exists():
+        _compile(folder)
+        return
     told = pickle.loads((folder / "job.pickle").read_bytes())
     with lean_imports():
         if told["eager"]:
