@@ -167,7 +167,7 @@ def test_a_plan_compiles_what_can_win_and_not_what_only_takes_longer(tmp_path: P
     def compiles(job: object, card: object, workload: object, settings: StepSettings, eager: Any) -> Any:
         made.append((settings.precision, settings.checkpointing.on))
         fewer = tuple(op for op in eager.ops if op.kind in ("matmul", "attention") or op.phase == "optimizer")
-        return replace(eager, ops=fewer, compiled=replace(STEP, compile_s=1.0))
+        return replace(eager, ops=fewer, compiled=replace(STEP, compile_s=1.0, uncollected=(0.0, 16.0 * MIB)))
 
     monkeypatch.setattr(compiled, "compiled_step", compiles)
     subject(tmp_path, "bf16: true\nmax_steps: 100000\nmax_seq_length: 256\n")
@@ -177,3 +177,6 @@ def test_a_plan_compiles_what_can_win_and_not_what_only_takes_longer(tmp_path: P
     found = plan(tmp_path / "train.yaml", Request(gpu="rtx 3090", allow=ALLOWED, dry_run=False))
     assert found.candidate.torch_compile
     assert set(made) == {("bf16", False)}
+    told = found.to_json()
+    assert any(one["what"] == "torch_compile" and "not compared with a card" in one["value"] for one in told["assumed"])
+    assert any("64 MiB of the memory" in warning for warning in told["warnings"])
