@@ -26,7 +26,7 @@ from hfopt.job.subject import Subject, from_file, workload_of
 from hfopt.memory.counted_step import FirstAnswer, counted_workload
 from hfopt.model.stored_workload import whole
 from hfopt.planner.choices import current_candidate, likely, precisions_of, space_of
-from hfopt.planner.conclusion import LARGER_BATCHES, PlanningOutcome, concluded, grows_by_rule
+from hfopt.planner.conclusion import LARGER_BATCHES, Planning, conclude, grows_by_rule
 from hfopt.planner.engines import plan_devices
 from hfopt.planner.nothing_fits import HEAVY_SHARE, LONG_TOKENS, WOULD_FIT, Rescue
 from hfopt.planner.result import Plan
@@ -176,7 +176,7 @@ def _planned(
             return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
 
         result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
-    course = PlanningOutcome(
+    planning = Planning(
         subject=subject,
         request=request,
         device=device,
@@ -190,7 +190,7 @@ def _planned(
         neutrality=search.neutrality,
         evaluation=evaluation,
     )
-    made = concluded(course)
+    made = conclude(planning)
     if search.interrupted:
         made = replace(made, facts=replace(made.facts, warnings=(*made.facts.warnings, search.interrupted)))
     return made

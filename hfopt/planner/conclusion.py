@@ -117,8 +117,8 @@ _RISEN = 1.25  # times the memory of the config as it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanningOutcome:
-    """How the planning went, up to the winner."""
+class Planning:
+    """What planning found, up to the winner."""
 
     subject: Subject
     request: Request
@@ -134,29 +134,29 @@ class PlanningOutcome:
     evaluation: FirstEvaluation | None = None  # None: nothing is evaluated, or not on a card
 
 
-def concluded(course: PlanningOutcome) -> Plan:
-    subject, device, pricing, result = course.subject, course.device, course.pricing, course.result
+def conclude(planning: Planning) -> Plan:
+    subject, device, pricing, result = planning.subject, planning.device, planning.pricing, planning.result
     winner, winner_time = result.winner
-    before, after = _before_and_after(course, course.feeding)
-    changes = _changes(course, before, after)
-    of_the_file = tuple(dict.fromkeys(_about_the_file(course)))
+    before, after = _before_and_after(planning, planning.feeding)
+    changes = _changes(planning, before, after)
+    of_the_file = tuple(dict.fromkeys(_about_the_file(planning)))
     facts = PlanFacts(
         job=subject.job,
         hardware=subject.hardware,
-        effective_batch=course.space.effective_batch,
+        effective_batch=planning.space.effective_batch,
         budget_bytes=device.budget_bytes,
         before=before,
         after=after,
         changes=changes,
         as_written=_as_written(subject, changes),
-        alternatives=_alternatives(course, course.feeding, after.loader),
+        alternatives=_alternatives(planning, planning.feeding, after.loader),
         rejected=result.found.rejected,
         trial=result.verdict.trial,
         correction=result.correction,
-        neutrality=course.neutrality,
-        assumed=_assumed(course),
-        warnings=(*_warnings(course), *_risen_on_a_guess(course, before.memory, after.memory)),
-        notes=tuple(dict.fromkeys((*course.device.notes, *of_the_file, *_notes(course), *_failures(course)))),
+        neutrality=planning.neutrality,
+        assumed=_assumed(planning),
+        warnings=(*_warnings(planning), *_risen_on_a_guess(planning, before.memory, after.memory)),
+        notes=tuple(dict.fromkeys((*planning.device.notes, *of_the_file, *_notes(planning), *_failures(planning)))),
         about_the_file=of_the_file,
         weights_dtype=subject.workload.weights_dtype,
         phases=() if device.vllm is None else phases(device.vllm, subject, after.memory),
@@ -167,17 +167,17 @@ def concluded(course: PlanningOutcome) -> Plan:
     return Plan(
         facts=replace(facts, advice=advice(facts, pricing, winner_time)),
         loaded=subject.loaded,
-        charts=charts(pricing, _searched(course), winner, device.gpu) if course.request.charts else PlanCharts(),
+        charts=charts(pricing, _searched(planning), winner, device.gpu) if planning.request.charts else PlanCharts(),
         trial_runs=result.verdict.runs,
         curve=partial(memory_of_pieces, pricing, winner),
     )
 
 
-def _searched(course: PlanningOutcome) -> Space:
+def _searched(planning: Planning) -> Space:
     """The space as it was searched in the end: where accumulation would change the gradients, the config's own stays."""
-    known, own = course.neutrality, course.subject.job.accumulation
-    stays = known is not None and not known.neutral and "accumulation" not in course.request.allow
-    return replace(course.space, accumulation=own) if stays and course.result.winner[0].accumulation == own else course.space
+    known, own = planning.neutrality, planning.subject.job.accumulation
+    stays = known is not None and not known.neutral and "accumulation" not in planning.request.allow
+    return replace(planning.space, accumulation=own) if stays and planning.result.winner[0].accumulation == own else planning.space
 
 
 def memory_of_pieces(pricing: Pricing, winner: Candidate) -> PlannedMemory:
@@ -191,44 +191,44 @@ def memory_of_pieces(pricing: Pricing, winner: Candidate) -> PlannedMemory:
     return PlannedMemory(peaks=tuple(zip(known, peaks, strict=True)))
 
 
-def _before_and_after(course: PlanningOutcome, feeding: Feeding) -> tuple[Chosen, Chosen]:
+def _before_and_after(planning: Planning, feeding: Feeding) -> tuple[Chosen, Chosen]:
     """Both as predicted; the loader is sized for the step as it was measured, where it was."""
-    pricing, current = course.pricing, course.current
-    winner, winner_time = course.result.winner
-    measured_s = course.result.correction.measured_step_s if course.result.correction is not None else None
+    pricing, current = planning.pricing, planning.current
+    winner, winner_time = planning.result.winner
+    measured_s = planning.result.correction.measured_step_s if planning.result.correction is not None else None
     demand = winner_time if measured_s is None else replace(winner_time, step_s=measured_s)
-    before = feeding.chosen(current, pricing.time(current), course.before[0], fits=course.before[1], loader=feeding.current())
+    before = feeding.chosen(current, pricing.time(current), planning.before[0], fits=planning.before[1], loader=feeding.current())
     after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, demand))
-    before = replace(before, fault=course.allowed.fault)
-    if course.evaluation is None:
+    before = replace(before, fault=planning.allowed.fault)
+    if planning.evaluation is None:
         return before, after
-    own = course.evaluation.as_configured(current) if before.fits else None
+    own = planning.evaluation.as_configured(current) if before.fits else None
     before = replace(before, evaluation=own, fits=before.fits and (own is None or own.fits))
-    return before, replace(after, evaluation=course.evaluation.planned(winner)[0])
+    return before, replace(after, evaluation=planning.evaluation.planned(winner)[0])
 
 
-def _changes(course: PlanningOutcome, before: Chosen, after: Chosen) -> tuple[Change, ...]:
-    job, winner = course.subject.job, course.result.winner[0]
-    evaluation = () if course.evaluation is None else course.evaluation.planned(winner)[1]
+def _changes(planning: Planning, before: Chosen, after: Chosen) -> tuple[Change, ...]:
+    job, winner = planning.subject.job, planning.result.winner[0]
+    evaluation = () if planning.evaluation is None else planning.evaluation.planned(winner)[1]
     outcome = Outcome(
         before=before,
         after=after,
-        effective_batch=course.space.effective_batch,
-        budget_bytes=course.device.budget_bytes,
-        device=course.device.name,
+        effective_batch=planning.space.effective_batch,
+        budget_bytes=planning.device.budget_bytes,
+        device=planning.device.name,
         further=(*(steps_change(job, winner.per_device_batch) if job.generates else ()), *evaluation),
-        learning_rate=_learning_rate(course),
-        compiling=_compiling(course),
-        ruled_out=dict(course.allowed.ruled_out).get(course.current.precision),
+        learning_rate=_learning_rate(planning),
+        compiling=_compiling(planning),
+        ruled_out=dict(planning.allowed.ruled_out).get(planning.current.precision),
     )
-    kept = job.fixed | ({CHECKPOINTING_KWARGS} if tool_checkpoints(course.subject) else set())
-    return changes(Setting(args={**_attention(course), **job.raw}, defaults=defaults(), kept=kept), outcome)
+    kept = job.fixed | ({CHECKPOINTING_KWARGS} if tool_checkpoints(planning.subject) else set())
+    return changes(Setting(args={**_attention(planning), **job.raw}, defaults=defaults(), kept=kept), outcome)
 
 
-def _compiling(course: PlanningOutcome) -> str | None:
+def _compiling(planning: Planning) -> str | None:
     """Why the winner is compiled, where the config is not."""
-    (winner, time), pricing = course.result.winner, course.pricing
-    if not winner.torch_compile or course.current.torch_compile:
+    (winner, time), pricing = planning.result.winner, planning.pricing
+    if not winner.torch_compile or planning.current.torch_compile:
         return None
     return compile_reason(pricing.compiled(winner), pricing.time(replace(winner, torch_compile=False)), time, pricing.run_steps)
 
@@ -246,25 +246,25 @@ def _as_written(subject: Subject, made: tuple[Change, ...]) -> dict[str, Change]
     }
 
 
-def _assumed(course: PlanningOutcome) -> tuple[Assumption, ...]:
+def _assumed(planning: Planning) -> tuple[Assumption, ...]:
     """The picture of the job, of vLLM beside it, of its evaluation and of its compiled step."""
-    vllm, evaluation, winner = course.device.vllm, course.evaluation, course.result.winner[0]
+    vllm, evaluation, winner = planning.device.vllm, planning.evaluation, planning.result.winner[0]
     beside = () if vllm is None else vllm.assumed
-    compiled = compile_assumed(winner, course.pricing.compiled(winner))
-    return (*course.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed), *compiled)
+    compiled = compile_assumed(winner, planning.pricing.compiled(winner))
+    return (*planning.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed), *compiled)
 
 
-def _warnings(course: PlanningOutcome) -> tuple[str, ...]:
-    fault = course.allowed.fault
-    wrong = () if fault is None else (f"{fault}; {_instead(course.result.winner[0])}",)
-    overflow = course.allowed.warnings if course.result.winner[0].precision == "fp16" else ()
-    return (*wrong, *course.device.warnings, *_growing(course), *course.subject.warnings, *overflow, *_compiling_differs(course))
+def _warnings(planning: Planning) -> tuple[str, ...]:
+    fault = planning.allowed.fault
+    wrong = () if fault is None else (f"{fault}; {_instead(planning.result.winner[0])}",)
+    overflow = planning.allowed.warnings if planning.result.winner[0].precision == "fp16" else ()
+    return (*wrong, *planning.device.warnings, *_growing(planning), *planning.subject.warnings, *overflow, *_compiling_differs(planning))
 
 
-def _compiling_differs(course: PlanningOutcome) -> tuple[str, ...]:
+def _compiling_differs(planning: Planning) -> tuple[str, ...]:
     """What was asked of the compiler and is not in the figures, or is in them and need not be in a run."""
-    subject, gpu, pricing, winner = course.subject, course.device.gpu, course.pricing, course.result.winner[0]
-    refused = compile_choices(subject, course.request.allow, gpu).note
+    subject, gpu, pricing, winner = planning.subject, planning.device.gpu, planning.pricing, planning.result.winner[0]
+    refused = compile_choices(subject, planning.request.allow, gpu).note
     maybe = uncollected_note(pricing.compiled(winner), winner.per_device_batch, pricing.memory(winner)) if winner.torch_compile else ()
     return (*(() if refused is None else (refused,)), *compile_note(subject, gpu), *pricing.uncompiled, *maybe)
 
@@ -272,9 +272,9 @@ def _compiling_differs(course: PlanningOutcome) -> tuple[str, ...]:
 _GUESSED_SIZES = ("length", "prompt length", "audio", "image")
 
 
-def _risen_on_a_guess(course: PlanningOutcome, before: MemoryPeak, after: MemoryPeak) -> tuple[str, ...]:
+def _risen_on_a_guess(planning: Planning, before: MemoryPeak, after: MemoryPeak) -> tuple[str, ...]:
     """What a sample is like is not stated, and more memory is taken because of what was put in its place."""
-    guesses = [one for one in course.device.assumed if one.what in _GUESSED_SIZES and one.guessed]
+    guesses = [one for one in planning.device.assumed if one.what in _GUESSED_SIZES and one.guessed]
     if not guesses or after.device_bytes < _RISEN * before.device_bytes:
         return ()
     words = " and ".join(f"{one.what} {one.value} ({one.settle})" for one in guesses)
@@ -287,10 +287,10 @@ def _instead(winner: Candidate) -> str:
     return "planned without it; for fp16 load the model in float32 (dtype: float32)"
 
 
-def _growing(course: PlanningOutcome) -> tuple[str, ...]:
+def _growing(planning: Planning) -> tuple[str, ...]:
     """A head whose gradients grow with the accumulation, in what the config has or in what was traded by the user's leave."""
-    subject, winner = course.subject, course.result.winner[0]
-    known, live = course.neutrality, subject.trainer is not None
+    subject, winner = planning.subject, planning.result.winner[0]
+    known, live = planning.neutrality, subject.trainer is not None
     traded = winner.accumulation != subject.job.accumulation
     if winner.accumulation < 2 or (live and traded):  # a live run that is traded is repaired
         return ()
@@ -308,86 +308,86 @@ def grows_by_rule(subject: Subject) -> bool:
     return plain and model_type is not None and grows_with_accumulation(model_type, subject.workload.model_class) is True
 
 
-def _attention(course: PlanningOutcome) -> dict[str, str]:
+def _attention(planning: Planning) -> dict[str, str]:
     """Not one of the Trainer's arguments, but it may be a key of the file."""
-    stated = course.subject.job.model.attn_implementation
+    stated = planning.subject.job.model.attn_implementation
     return {} if stated is None else {"attn_implementation": stated}
 
 
-def _about_the_file(course: PlanningOutcome) -> Iterator[str]:
+def _about_the_file(planning: Planning) -> Iterator[str]:
     """What the config sets and the figures do not show, or show by something close: nobody should have to ask for it."""
-    subject = course.subject
+    subject = planning.subject
     yield from subject.notes
     yield from unseen(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
-    yield from attention_note(subject, course.device.gpu)
+    yield from attention_note(subject, planning.device.gpu)
     yield from subject.job.model.notes
 
 
-def _notes(course: PlanningOutcome) -> Iterator[str]:
-    subject, request = course.subject, course.request
+def _notes(planning: Planning) -> Iterator[str]:
+    subject, request = planning.subject, planning.request
     if (dependent := subject.workload.batch_dependent_loss) is not None:
         yield f"the loss depends on the batch, so batch and accumulation stay ({dependent}); --allow accumulation frees them"
-    yield from _shapes(course)
+    yield from _shapes(planning)
     yield from subject.workload.notes
     if subject.job.generates:
-        yield from _generation(course)
-    yield from course.evaluation.notes if course.evaluation is not None else ()
-    yield from (note for note in course.pricing.estimate(course.result.winner[0]).notes if not note.startswith(UNCOMPILED))
-    gpu, allowed = course.device.gpu, request.allow
+        yield from _generation(planning)
+    yield from planning.evaluation.notes if planning.evaluation is not None else ()
+    yield from (note for note in planning.pricing.estimate(planning.result.winner[0]).notes if not note.startswith(UNCOMPILED))
+    gpu, allowed = planning.device.gpu, request.allow
     for offer in (attention_choices(subject, allowed, gpu), liger_choices(subject, allowed)):
         if offer.note is not None:
             yield offer.note
 
 
-def _shapes(course: PlanningOutcome) -> Iterator[str]:
-    compiled = course.result.winner[0].torch_compile or course.subject.job.settings.torch_compile
-    if compiled and course.subject.workload.lengths is not None:
+def _shapes(planning: Planning) -> Iterator[str]:
+    compiled = planning.result.winner[0].torch_compile or planning.subject.job.settings.torch_compile
+    if compiled and planning.subject.workload.lengths is not None:
         yield (
             "torch_compile compiles a second time when a batch of another length comes, then for lengths of any size, whose kernels are "
             "slower than the figures say: pad all samples to one length, and drop the last batch"
         )
 
 
-def _generation(course: PlanningOutcome) -> Iterator[str]:
-    device, workload = course.device, course.subject.workload
-    winner, dtype = course.result.winner[0], workload.weights_dtype
-    peak = course.pricing.memory(winner)
-    yield from batch_rule(course.subject.job).notes
-    yield from evaluation_notes(course.subject, winner.per_device_batch)
-    yield from check_generation(course.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
+def _generation(planning: Planning) -> Iterator[str]:
+    device, workload = planning.device, planning.subject.workload
+    winner, dtype = planning.result.winner[0], workload.weights_dtype
+    peak = planning.pricing.memory(winner)
+    yield from batch_rule(planning.subject.job).notes
+    yield from evaluation_notes(planning.subject, winner.per_device_batch)
+    yield from check_generation(planning.subject, peak, budget_bytes=device.budget_bytes, precision=winner.precision, dtype=dtype)
     if device.vllm is not None and device.gpu is not None:
         card = device.gpu.available_bytes
-        yield from check_vllm(device.vllm, course.subject, peak, card_bytes=card, precision=winner.precision, dtype=dtype)
+        yield from check_vllm(device.vllm, planning.subject, peak, card_bytes=card, precision=winner.precision, dtype=dtype)
 
 
-def _failures(course: PlanningOutcome) -> Iterator[str]:
-    stored = course.subject.workload.weights_dtype
+def _failures(planning: Planning) -> Iterator[str]:
+    stored = planning.subject.workload.weights_dtype
 
     def words(c: Candidate) -> str:
         return f"{c.per_device_batch} × {c.accumulation} {c.precision_words(stored)}"
 
-    for trial in course.result.verdict.failed:
+    for trial in planning.result.verdict.failed:
         yield f"{words(trial.candidate)} was predicted to fit and ran out of memory in the dry run: left out"
-    for trial in course.result.verdict.timed_out:
+    for trial in planning.result.verdict.timed_out:
         yield f"{words(trial.candidate)} was not measured: its dry run reached the time limit, and no other was started after it"
 
 
-def _alternatives(course: PlanningOutcome, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
+def _alternatives(planning: Planning, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
     """The runners-up that fit at their own batch, fastest first, fed by the winner's loader so that their rates compare with its own."""
-    winner = course.result.winner[0]
-    others = [pair for pair in course.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
-    memories = course.pricing.nearest_memories([candidate for candidate, _ in others])
+    winner = planning.result.winner[0]
+    others = [pair for pair in planning.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
+    memories = planning.pricing.nearest_memories([candidate for candidate, _ in others])
     priced = [
         Priced(candidate=candidate, memory=memory, time=feeding.limited(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
-        if memory.device_bytes <= course.device.budget_bytes
+        if memory.device_bytes <= planning.device.budget_bytes
     ]
     return tuple(sorted(priced, key=lambda one: -one.time.samples_per_s))
 
 
-def _learning_rate(course: PlanningOutcome) -> tuple[float, str] | None:
-    job, scaling, effective = course.subject.job, course.request.lr_scaling, course.space.effective_batch
+def _learning_rate(planning: Planning) -> tuple[float, str] | None:
+    job, scaling, effective = planning.subject.job, planning.request.lr_scaling, planning.space.effective_batch
     before = job.effective_batch
     if scaling == "none" or effective == before:
         return None

@@ -21,7 +21,7 @@ from hfopt.memory.step_memory import Estimate, context_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.pricing.compiled import UNCOMPILED, Compiler, over_the_run
-from hfopt.pricing.trace_ahead import Ahead, Errand, Estimator
+from hfopt.pricing.trace_ahead import Errand, Estimator, ForkedTraces
 from hfopt.probe.compiled_step import CAPTURED, PLANNED_AS
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
@@ -325,7 +325,7 @@ class Pricing:
 
     def expect(self, candidates: Sequence[Candidate], then: Sequence[Errand] = ()) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin, and go on with `then`."""
-        if isinstance(self.estimator, Ahead):
+        if isinstance(self.estimator, ForkedTraces):
             self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates], then)
 
     def _estimate(self, settings: StepSettings) -> Estimate:

@@ -17,7 +17,7 @@ from hfopt.errors import NothingFits, TraceError
 from hfopt.job.subject import Subject
 from hfopt.memory.trace_store import kept_evaluation
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.trace_ahead import Ahead, Errand
+from hfopt.pricing.trace_ahead import Errand, ForkedTraces
 from hfopt.schema import (
     GENERATING,
     Assumption,
@@ -251,7 +251,7 @@ class FirstEvaluation:
             if "end" not in training_marks:
                 raise TraceError("the training step itself is a coarse estimate")
             ahead = self.pricing.estimator
-            made: EvaluationCurve | None = ahead.made(("evaluation", settings)) if isinstance(ahead, Ahead) else None
+            made: EvaluationCurve | None = ahead.made(("evaluation", settings)) if isinstance(ahead, ForkedTraces) else None
             return made or trace_evaluation(self.subject, self.reading, *self.pricing.traced_as(settings))
         except TraceError as error:
             self.untraced = f"{NOT_ESTIMATED}: {error}"

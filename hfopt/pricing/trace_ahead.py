@@ -36,7 +36,7 @@ Asked = tuple[Workload, StepSettings]
 Errand = tuple[Hashable, Callable[[], Any]]
 
 
-class Ahead:
+class ForkedTraces:
     """An estimator with a `start`: called for settings that were started, it waits for the child's answer."""
 
     def __init__(self, estimator: Estimator) -> None:
@@ -109,7 +109,7 @@ def kept_traces(estimator: Estimator | None, *, ahead: bool, begin: Callable[[],
         elif not ahead:
             yield TraceStore(default_store())
         else:
-            with closing(Ahead(TraceStore(default_store()))) as forked:
+            with closing(ForkedTraces(TraceStore(default_store()))) as forked:
                 yield forked
 
 

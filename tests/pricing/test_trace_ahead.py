@@ -13,7 +13,7 @@ import torch
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import Estimate
 from hfopt.pricing import trace_ahead
-from hfopt.pricing.trace_ahead import Ahead
+from hfopt.pricing.trace_ahead import ForkedTraces
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 PLAIN = StepSettings()
@@ -38,7 +38,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_answers_come_from_one_child_in_any_order() -> None:
-    early = Ahead(answer)
+    early = ForkedTraces(answer)
     early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)])
     found = {settings: early(WORKLOAD, settings) for settings in (HALVED, PLAIN)}
     early.close()
@@ -47,7 +47,7 @@ def test_answers_come_from_one_child_in_any_order() -> None:
 
 
 def test_what_was_not_started_or_failed_there_is_made_here() -> None:
-    early = Ahead(answer)
+    early = ForkedTraces(answer)
     early.start([(WORKLOAD, CHECKED), (WORKLOAD, HALVED)])
     assert early(WORKLOAD, PLAIN).seconds == HERE
     assert early(WORKLOAD, CHECKED).seconds == HERE
@@ -67,7 +67,7 @@ def test_a_child_that_computes_does_not_wait_for_its_parents_threads() -> None:
     torch.set_num_threads(2)
     try:
         computed(WORKLOAD, PLAIN)
-        early = Ahead(computed)
+        early = ForkedTraces(computed)
         early.start([(WORKLOAD, PLAIN)])
         assert early(WORKLOAD, PLAIN).seconds != HERE
         early.close()
@@ -84,7 +84,7 @@ def stuck(_: Workload, settings: StepSettings) -> Estimate:
 def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_ahead, "_LOOK_S", 0.05)
     monkeypatch.setattr(trace_ahead, "_PATIENCE_S", 0.5)
-    early = Ahead(stuck)
+    early = ForkedTraces(stuck)
     early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)])
     assert early._child is not None
     child = early._child[0]
@@ -95,7 +95,7 @@ def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_child_nobody_asks_is_ended() -> None:
-    early = Ahead(answer)
+    early = ForkedTraces(answer)
     early.start([(WORKLOAD, PLAIN)])
     assert early._child is not None
     child = early._child[0]
