@@ -321,6 +321,7 @@ PROBES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # package -> what is 
         "RNNBase._flat_weights, _flat_weights_names": lambda: (
             len(torch.nn.LSTM(1, 1)._flat_weights) == len(torch.nn.LSTM(1, 1)._flat_weights_names)
         ),
+        "iter(DataLoader)._num_yielded": lambda: vars(iter(torch.utils.data.DataLoader([1, 2])))["_num_yielded"] == 0,
         "Tensor._version": lambda: torch.ones(1).add_(1)._version == 1,
         "UntypedStorage._cdata": lambda: isinstance(torch.ones(1).untyped_storage()._cdata, int),
         "UntypedStorage.resize_ is inherited": _resize_is_inherited,

@@ -36,6 +36,7 @@ class Loss:
         self.counts = np.zeros(3)
         self.steps, self.rows = itertools.count(), iter([1, 2, 3])
         self.teacher = torch.nn.Linear(2, 2)
+        self.others = iter(torch.utils.data.DataLoader([1, 2, 3]))
 
     def __call__(self) -> None:
         TABLE["calls"] += 0
@@ -92,6 +93,7 @@ def set_class(trainer: Any, loss: Any, step: Any) -> None:
         (lambda trainer, loss, step: loss.counts.__setitem__(1, 5.0), "SimpleNamespace.loss.counts"),
         (lambda trainer, loss, step: next(loss.steps), "SimpleNamespace.loss.steps"),
         (lambda trainer, loss, step: next(loss.rows), "SimpleNamespace.loss.rows"),
+        (lambda trainer, loss, step: next(loss.others), "SimpleNamespace.loss.others"),
         (lambda trainer, loss, step: loss.teacher.bias.data.add_(1), "SimpleNamespace.loss.teacher.bias"),
         (lambda trainer, loss, step: TABLE.update(calls=TABLE["calls"] + 1), "TABLE['calls']"),
         (set_class, "Loss.seen"),
