@@ -6,6 +6,7 @@ python docs/make_pictures.py
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -56,7 +57,8 @@ def screenshot(page: bytes, target: Path) -> None:
 
 
 def main() -> None:
-    plan = hfopt.plan(ROOT / CONFIG, gpu=CARD, dry_run=False)
+    os.chdir(ROOT)  # the picture shows the path as the reader would type it
+    plan = hfopt.plan(CONFIG, gpu=CARD, dry_run=False)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "terminal.svg").write_text(terminal(plan.facts))
     screenshot(plan_page(plan.facts, plan.charts), FOLDER / "page.png")
