@@ -299,16 +299,16 @@ def test_a_loss_that_is_kept_is_found_with_its_graph(tmp_path: Path) -> None:
 
     class Keeps(transformers.Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
-            ballast = torch.ones(1 << 20, requires_grad=True)  # 4 MiB an operation, kept by its graph
+            ballast = torch.ones(33 << 18, requires_grad=True)  # 33 MiB, kept by its graph; smaller ones may come from what malloc kept
             loss = super().compute_loss(model, inputs, *args, **more)
             kept.append((ballast * ballast).sum())
             return loss
 
-    run = trainer(tmp_path, HFGpuMonitor(), kind=Keeps, max_steps=60, logging_steps=2)
+    run = trainer(tmp_path, HFGpuMonitor(), kind=Keeps, max_steps=40, logging_steps=2)
     run.train()
     (finding,) = [line for line in lines(tmp_path, "finding") if line["cause"] == "memory_creep"]
     kept.clear()
-    assert finding["evidence"]["bytes_per_step"] == pytest.approx(4 * MIB, rel=0.5)
+    assert finding["evidence"]["bytes_per_step"] == pytest.approx(33 * MIB, rel=0.5)
     assert "with its graph" in finding["message"] and ".item()" in finding["message"]
 
 
