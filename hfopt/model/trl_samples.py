@@ -9,7 +9,7 @@ They are text, so that TRL's own preparation (its end of sequence, its truncatio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,19 +85,17 @@ class WordTokenizer(PreTrainedTokenizerBase):  # type: ignore[misc]
 
     def ids_for(self, processor: Any, config: Any) -> dict[int, int]:
         """Tag → id: a tag that the tokenizer or the processor calls `image_token` is the config's `image_token_id`; others are words."""
-        names = {f"<{name}>": name for name in (tag.strip("<>") for tag in self._tags) if name.endswith("_token")}
+        names = {tag: [tag.strip("<>")] for tag in self._tags}
         for name, tag in vars(processor).items():
-            if name.endswith("_token") and isinstance(tag, str):
-                names.setdefault(tag, name)
-        return {number: _id_of(config, names.get(tag)) for tag, number in self._tags.items()}
+            if name.endswith("_token") and isinstance(tag, str) and tag in names:  # InternVL's is its tokenizer's `context_image_token`
+                names[tag].append(name)
+        return {number: _id_of(config, names[tag]) for tag, number in self._tags.items()}
 
 
-def _id_of(config: Any, name: str | None) -> int:
+def _id_of(config: Any, names: Sequence[str]) -> int:
     """`image_token_id`, or `image_token_index` as older configs call it."""
-    if name is None:
-        return WORD
-    found = next((value for key in (f"{name}_id", f"{name}_index") if isinstance(value := getattr(config, key, None), int)), None)
-    return WORD if found is None else found
+    keys = [f"{name}{end}" for name in names if name.endswith("_token") for end in ("_id", "_index")]
+    return next((value for key in keys if isinstance(value := getattr(config, key, None), int)), WORD)
 
 
 _WORD = "a"

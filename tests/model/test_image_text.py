@@ -47,6 +47,7 @@ def _shapes(batch: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         ("smolvlm", {}, (2, 17, 3, 256, 256), 17 * 64),
         ("gemma3", {}, (2, 3, 224, 224), 64),
         ("mllama", {}, (2, 1, 4, 3, 224, 224), 1),
+        ("internvl", {}, (2, 3, 224, 224), 64),  # its placeholder is the tokenizer's `context_image_token`
     ],
 )
 def test_pixels_and_placeholders(tiny: Make, name: str, data: dict[str, Any], pixels: tuple[int, ...], placeholders: int) -> None:
@@ -57,10 +58,10 @@ def test_pixels_and_placeholders(tiny: Make, name: str, data: dict[str, Any], pi
     assert batch["attention_mask"][0].all() and not batch["attention_mask"][-1].all(), "the last sample is shorter"
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "smolvlm"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava_next", "gemma3", "smolvlm", "internvl"])
 def test_the_model_takes_the_batch(tiny: Make, name: str) -> None:
     """The real model counts placeholders against what its tower returns, and refuses another number."""
-    workload = tiny(name, image_size=None if name == "gemma3" else 224)
+    workload = tiny(name, image_size=None if name in ("gemma3", "internvl") else 224)
     torch.manual_seed(0)
     model = workload.build_model()
     assert torch.isfinite(model(**workload.make_batch(1)).loss)
