@@ -142,14 +142,16 @@ def _work(tasks: Sequence[Callable[[], Any]], receiving: Connection, sending: Co
     done: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     sender = threading.Thread(target=_send, args=(done, sending))
     sender.start()
-    for task in tasks:
-        try:
-            made = task()
-        except HfoptError:
-            made = None
-        done.put(pickle.dumps(made))
-    done.put(None)
-    sender.join()
+    try:
+        for task in tasks:
+            try:
+                made = task()
+            except HfoptError:
+                made = None
+            done.put(pickle.dumps(made))
+    finally:  # whatever ends this process: a sender that waits would keep it, and the parent with it
+        done.put(None)
+        sender.join()
 
 
 def _send(done: queue.SimpleQueue[bytes | None], sending: Connection) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -102,3 +104,36 @@ def test_a_child_nobody_asks_is_ended() -> None:
     early.close()
     assert not child.is_alive()
     assert early(WORKLOAD, PLAIN).seconds == HERE
+
+
+def faulty(_: Workload, settings: StepSettings) -> Estimate:
+    if os.getpid() != HERE:
+        raise ZeroDivisionError
+    return answer(WORKLOAD, settings)
+
+
+def test_a_fault_of_ours_in_the_child_ends_it_and_is_met_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_ahead, "_PATIENCE_S", 1e6)
+    early = ForkedTraces(faulty)
+    early.start([(WORKLOAD, PLAIN)])
+    assert early(WORKLOAD, PLAIN).seconds == HERE
+    early.close()
+
+
+def large(_: Workload, settings: StepSettings) -> Estimate:
+    made = answer(WORKLOAD, settings)
+    return replace(made, notes=("more than a pipe holds" * 10_000,))
+
+
+def test_the_child_goes_on_while_nobody_reads(tmp_path: Path) -> None:
+    """Its last errand is done though no answer was asked for."""
+    done = tmp_path / "done"
+    early = ForkedTraces(large)
+    early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)], [("errand", done.touch)])
+    for _ in range(600):
+        if done.exists():
+            break
+        time.sleep(0.1)
+    assert done.exists()
+    assert early.made("errand") is None and early(WORKLOAD, PLAIN).seconds != HERE
+    early.close()
