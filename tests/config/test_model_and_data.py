@@ -624,7 +624,7 @@ def test_targets_that_a_script_keeps_are_taken_for_all_linear_layers() -> None:
 )
 def test_a_reference_is_kept_for_the_divergence_that_counts(text: str, reference: bool) -> None:
     if trl_default("RLOO", "beta") is None:
-        pytest.skip("TRL is not here")
+        pytest.skip("RLOO's default is read from TRL, which is not installed here")
     assert job(f"model_name: gpt2\n{text}").model.reference is reference
 
 

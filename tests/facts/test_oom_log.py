@@ -111,6 +111,21 @@ def test_phase_and_cause_are_those_of_the_thread(log: dict[str, Any]) -> None:
         ("Parameter Offload - Persistent parameters statistics\nexits with return code = -9", "host_killed", "setup"),
         ("Summoning checkpoint.\nKilled", "host_killed", "saving"),
         ("Resource exhausted: Out of memory allocating 4294967296 bytes.", "device_full", "unknown"),
+        ("71291.0   python   acct   1 OUT_OF_ME+    0:125", "host_killed", "unknown"),
+        ('"Status": "exited",\n"OOMKilled": true,\n"ExitCode": 137', "host_killed", "unknown"),
+        (
+            'Traceback (most recent call last):\n  File "/w/dist.py", line 9, in start\n    torch.cuda.set_device(rank)\n'
+            '  File "/env/torch/cuda/__init__.py", line 480, in set_device\ntorch.AcceleratorError: CUDA error: out of memory',
+            "device_full",
+            "setup",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "/w/megatron/training.py", line 9, in setup_model_and_optimizer\n'
+            '  File "/w/megatron/param_and_grad_buffer.py", line 480, in __init__\n'
+            "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
+            "device_full",
+            "setup",
+        ),
     ],
 )
 def test_forms_that_schedulers_shells_and_libraries_have(text: str, cause: str, phase: str) -> None:
@@ -361,28 +376,3 @@ def test_only_the_bar_of_a_training_counts_its_steps(bar: str, step: int | None)
 )
 def test_a_handler_by_that_name_and_a_state_that_denies_it_are_no_kill(text: str) -> None:
     assert read_oom(read_lines(text.encode())) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "cause", "phase"),
-    [
-        ("71291.0   python   acct   1 OUT_OF_ME+    0:125", "host_killed", "unknown"),
-        ('"Status": "exited",\n"OOMKilled": true,\n"ExitCode": 137', "host_killed", "unknown"),
-        (
-            'Traceback (most recent call last):\n  File "/w/dist.py", line 9, in start\n    torch.cuda.set_device(rank)\n'
-            '  File "/env/torch/cuda/__init__.py", line 480, in set_device\ntorch.AcceleratorError: CUDA error: out of memory',
-            "device_full",
-            "setup",
-        ),
-        (
-            'Traceback (most recent call last):\n  File "/w/megatron/training.py", line 9, in setup_model_and_optimizer\n'
-            '  File "/w/megatron/param_and_grad_buffer.py", line 480, in __init__\n'
-            "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
-            "device_full",
-            "setup",
-        ),
-    ],
-)
-def test_states_that_schedulers_cut_and_devices_that_are_not_ready(text: str, cause: str, phase: str) -> None:
-    report = read(text)
-    assert (report.cause, report.phase) == (cause, phase)
