@@ -9,14 +9,15 @@ import atexit
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
 import typer
 
 from hfopt.cli.json_output import CommandLine, answer_error, command_line
-from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, say_what_the_terminal_can
+from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, reserved_stdout, say_what_the_terminal_can
 from hfopt.compat.typer_patches import spare_pydantic
 from hfopt.errors import HfoptError
 
@@ -56,6 +57,19 @@ COMMANDS: tuple[str, ...] = (
 )
 
 
+STARTS_A_SCRIPT = frozenset({"run", "rehearse"})
+"""Commands whose stdout is that of the script they start."""
+
+
+def _alone_on_stdout(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with reserved_stdout():
+            return function(*args, **kwargs)
+
+    return call
+
+
 def application(arguments: Sequence[str]) -> typer.Typer:
     """The app with the one command that is asked for, or with all where it is not clear which: for --help, a typo, completion."""
     spare_pydantic()
@@ -70,7 +84,9 @@ def application(arguments: Sequence[str]) -> typer.Typer:
     app.callback()(root)
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         module = import_module(f"hfopt.cli.{name}")
-        app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(getattr(module, name))
+        function = getattr(module, name)
+        run = function if name in STARTS_A_SCRIPT else _alone_on_stdout(function)
+        app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(run)
     return app
 
 

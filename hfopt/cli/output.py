@@ -8,10 +8,11 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from hfopt.errors import ConfigError, HfoptError
 from hfopt.files import write_whole
@@ -33,6 +34,35 @@ def say_what_the_terminal_can() -> None:
             stream.reconfigure(errors="replace")
 
 
+_reserved: TextIO | None = None
+
+
+def _stdout() -> TextIO:
+    return _reserved or sys.stdout
+
+
+@contextmanager
+def reserved_stdout() -> Iterator[None]:
+    """Within it only answers reach stdout. What other packages print goes to stderr, whether from Python or from below it: DeepSpeed logs
+    to stdout when it is imported, a model's own file may print, and neither may stand in the YAML."""
+    global _reserved
+    theirs = sys.stdout
+    theirs.flush()
+    with ExitStack() as after:
+        ours = theirs
+        if isinstance(theirs, io.TextIOWrapper) and theirs is sys.__stdout__ and theirs.fileno() == 1:
+            kept = os.dup(1)
+            ours = after.enter_context(open(kept, "w", encoding=theirs.encoding, errors="replace"))  # noqa: PTH123 - a descriptor
+            after.callback(os.dup2, kept, 1)
+            os.dup2(2, 1)
+        after.enter_context(redirect_stdout(sys.stderr))
+        _reserved = ours
+        try:
+            yield
+        finally:
+            _reserved = None
+
+
 def give_up_stdout() -> None:
     """What is still buffered cannot be written; without this the interpreter would try again and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -47,7 +77,8 @@ def people(*, quiet: bool = False) -> Console:
 
 def tables() -> Console:
     """The console for a table that is the answer itself, on stdout."""
-    return _console()(file=sys.stdout, soft_wrap=False, highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
+    out = _stdout()
+    return _console()(file=out, soft_wrap=False, highlight=False, markup=False, width=None if out.isatty() else 160)
 
 
 @cache
@@ -81,7 +112,7 @@ def progress_on(status: Status) -> Callable[[str], None]:
 
 def answer(text: str) -> None:
     """Text that was asked for, on stdout."""
-    sys.stdout.write(printable(text))
+    _stdout().write(printable(text))
 
 
 def remark(text: str) -> None:
@@ -104,9 +135,10 @@ def print_error(error: HfoptError) -> None:
 def redirected() -> Path | None:
     """The file that stdout is redirected to, as the user would name it; None: a terminal, a pipe, or not to be found out."""
     try:
-        if not stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode):
+        descriptor = _stdout().fileno()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None
-        target = Path(f"/proc/self/fd/{sys.stdout.fileno()}").readlink()
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
     except (OSError, ValueError):
         return None
     return target.relative_to(Path.cwd()) if target.is_relative_to(Path.cwd()) else target
@@ -118,8 +150,10 @@ def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> 
     like: what the data was made from; a new file is not open to more people than that one.
     """
     if target is None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        out = _stdout()
+        out.flush()  # what was written as text stands before it
+        out.buffer.write(data)
+        out.buffer.flush()
         return
     try:
         allowed = _mode(like) if like is not None and like.exists() else 0o666

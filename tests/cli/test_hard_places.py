@@ -261,3 +261,30 @@ def test_without_a_home_the_cache_is_in_the_temporary_folder_and_half_a_file_is_
     with pytest.raises(UnicodeEncodeError):
         files.write_private(tmp_path / "answers" / "one.json", "half \ud800")
     assert list((tmp_path / "answers").iterdir()) == []
+
+
+def test_what_other_code_prints_is_not_in_the_answer(tmp_path: Path) -> None:
+    """A model's own file, and what it loads, may print at any time: to Python's stdout, to its descriptor, from a child."""
+    (tmp_path / "talking.py").write_text(
+        "import os, subprocess\n"
+        "import torch\n"
+        "print('from Python')\n"
+        "os.write(1, b'from below\\n')\n"
+        "subprocess.run(['echo', 'from a child'])\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = torch.nn.Linear(8, 1)\n"
+        "    def forward(self, x):\n"
+        "        return {'loss': self.layer(x).sum()}\n"
+        "def make_batch(samples):\n"
+        "    return {'x': torch.zeros(samples, 8)}\n"
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text("per_device_train_batch_size: 4\noutput_dir: out\n")
+    command = ("plan", config, "--model", f"{tmp_path / 'talking.py'}:Model", "--trust-remote-code", "--gpu", "t4", "--no-dry-run")
+    done = hfopt(*command, env={"HFOPT_NO_CACHE": "1"})
+    assert done.returncode == 0, done.stderr
+    assert set(yaml.safe_load(done.stdout)) >= {"per_device_train_batch_size", "output_dir"}
+    for words in ("from Python", "from below", "from a child"):
+        assert words in done.stderr and words not in done.stdout
