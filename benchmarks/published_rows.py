@@ -31,7 +31,7 @@ BINNED_LENGTH = 512 // 2 + 64 // 2
 Wikipedia data at 512 are padding (Krell et al., arXiv 2107.02027). So a batch is half of 512 long, and half a bin more."""
 GRAND_TETON = {"power_limit_w": 500.0, "bandwidth_bytes_per_s": 2.4e12}
 """torchtitan's H100s, by the hardware section of its docs/performance.md: HBM2e at 2.4 TB/s and a power limit of 500 W."""
-NODE_LINK_BYTES_PER_S = 25e9  # 1600 Gbit/s between nodes, shared by the 8 cards of a node, as the source's notes say
+NODE_LINK_GBITS = 200.0  # between nodes, for each card: 1600 of a node, shared by its 8, as llm-foundry's notes say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,11 @@ class Case:
     compiled: bool
     length: int
     torch: tuple[int, int]
+
+    @property
+    def node_link_bytes_per_s(self) -> float:
+        stated = re.search(r"(\d+) Gb/s between nodes for each card", self.row["notes"])
+        return float(stated[1] if stated else NODE_LINK_GBITS) * 1e9 / 8
 
     @property
     def config(self) -> tuple[Any, ...]:
@@ -110,7 +115,7 @@ def _speed_rows(path: Path) -> Iterator[Row]:
 
 def _case(row: Row) -> Case:
     gpu, world = _cards(row["gpu"])
-    if "torchtitan" in row["source"]:
+    if "torchtitan" in row["source"] and "H100" in gpu.name:
         gpu = replace(gpu, **GRAND_TETON)
     if not row["per_device_batch"]:
         raise NotACase("no batch size")

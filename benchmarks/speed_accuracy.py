@@ -21,7 +21,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from published_rows import NODE_LINK_BYTES_PER_S, Case, read_cases
+from published_rows import Case, read_cases
 
 from hfopt.errors import HfoptError
 from hfopt.memory.step_memory import estimate
@@ -149,7 +149,7 @@ def predict(case: Case, made: Kernels, speed: Speed | None = None) -> Predicted:
     speed = speed or speed_of(case.gpu, torch_version=case.torch)
     assert speed is not None, case.gpu.name
     if case.world_size > 8:
-        speed = replace(speed, link_bytes_per_s=NODE_LINK_BYTES_PER_S)
+        speed = replace(speed, link_bytes_per_s=case.node_link_bytes_per_s)
     ranks = _ranks(case, made)
     ops = [_share(op, case.world_size) if case.sharded and op.phase == "optimizer" else op for op in made.ops]
     timer = StepTimer(ops, speed, case.settings.precision, ranks=ranks, compiled=case.compiled)

@@ -7,14 +7,18 @@ phase. In a phase the device starts when the host has launched, and runs no fast
 end = max(max(host, device) + busy, host + launch).
 Trainer reads the loss back once per micro-batch (`logging_nan_inf_filter`), so host and device meet there; accumulation repeats that.
 
-Gradients are all-reduced over the last backward, sharded weights are gathered in every micro-batch; what cannot be hidden is added.
-Known limits: kernels of one phase are taken as evenly mixed, caches are in the efficiency only.
+Gradients are all-reduced over the last backward, sharded weights are gathered in every micro-batch; what cannot be hidden is added. What is
+hidden takes SMs from the kernels beside it, and all ranks wait for the slowest: two constants, both from measurements that are no training
+rows of ours. Known limits: kernels of one phase are taken as evenly mixed, caches are in the efficiency only; over PCIe collectives need
+fewer SMs than are charged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +35,12 @@ COMPILED_LAUNCHES, COMPILED_BYTES = 0.35, 0.45
 """What torch.compile leaves of the memory-bound kernels of forward and backward, by fusing them: a chain of elementwise kernels becomes one
 that reads its inputs and writes its result. Set from torchtune's and torchtitan's published rows with and without compile, together."""
 HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with: the last bucket cannot
+TAKEN_SMS = 24 / 132
+"""What collectives take from the kernels they are hidden behind: NCCL's all-gather on an H100 is 24 blocks for its 132 SMs
+(forums.developer.nvidia.com/t/337991); whole steps of GPT and Llama on A100 and H100 computed 18.9 % slower beside them (arXiv 2507.03114)."""
+RANK_SPREAD = 0.015
+"""One standard deviation of the time that equal cards take for equal work: 8 % between the whiskers of a box plot, which are 5.4 of them
+apart, on five clusters (arXiv 2208.11035). All wait for the slowest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,19 +201,21 @@ class StepTimer:
         phases = [(launch["forward"] * cost.forward_s, busy["forward"]), (launch["backward"] * cost.backward_s, busy["backward"])]
         micro_s = _overlap(phases, self._speed.asynchronous) + self._syncs * cost.sync_s
         update_s = _overlap([(launch["optimizer"] * cost.optimizer_s, busy["optimizer"])], self._speed.asynchronous) + cost.step_s
-        exposed_s = self._communication(busy["backward"], micro_s, accumulation)
-        step_s = accumulation * micro_s + update_s + exposed_s
-        busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"] + exposed_s
-        return _Spent(step_s=step_s, busy_s=busy_s, exposed_s=exposed_s)
+        busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"]
+        own_s = accumulation * micro_s + update_s
+        sent_s, exposed_s = self._communication(busy["backward"], micro_s, accumulation)
+        exposed_s += TAKEN_SMS * (sent_s - exposed_s) * min(1.0, busy_s / own_s)  # what waits for the host is not slowed
+        exposed_s += RANK_SPREAD * _slowest(self._ranks.world_size) * (own_s + exposed_s) + self._ranks.host_s
+        return _Spent(step_s=own_s + exposed_s, busy_s=busy_s + exposed_s, exposed_s=exposed_s)
 
-    def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> float:
-        """Seconds that neither forward nor backward can hide."""
+    def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> tuple[float, float]:
+        """Seconds on the link, and those of them that neither forward nor backward can hide."""
         ranks, link = self._ranks, self._speed.link_bytes_per_s
         if ranks.world_size < 2 or not link:
-            return ranks.host_s
-        gathered_s = max(0.0, ranks.micro_batch_bytes / link - HIDDEN_SHARE * micro_s)
-        reduced_s = max(0.0, ranks.step_bytes / link - HIDDEN_SHARE * backward_s)
-        return accumulation * gathered_s + reduced_s + ranks.host_s
+            return 0.0, 0.0
+        gathered_s, reduced_s = ranks.micro_batch_bytes / link, ranks.step_bytes / link
+        exposed_s = accumulation * max(0.0, gathered_s - HIDDEN_SHARE * micro_s) + max(0.0, reduced_s - HIDDEN_SHARE * backward_s)
+        return accumulation * gathered_s + reduced_s, exposed_s
 
     def _mfu(self, batch: int, accumulation: int, step_s: float) -> float | None:
         """Useful arithmetic over the peak: recomputation does not count, so at most three times the forward's."""
@@ -250,6 +262,12 @@ def _overlap(phases: Sequence[tuple[float, float]], asynchronous: bool) -> float
         device_s = max(max(host_s, device_s) + busy_s, host_s + launch_s)
         host_s += launch_s
     return device_s
+
+
+@cache
+def _slowest(ranks: int) -> float:
+    """By how many standard deviations the slowest of so many is expected to be slower than their mean (Blom's formula)."""
+    return 0.0 if ranks < 2 else NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
 
 
 def _arithmetic_of(dtype: str, precision: Precision) -> str:
