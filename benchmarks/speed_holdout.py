@@ -54,7 +54,6 @@ class Point:
 def with_shares(speed: Speed, shares: Shares) -> Speed:
     """The card at other shares: factors on those of efficiency.toml."""
     kinds = {"fp16": "half", "bf16": "half", "tf32": "tf32", "fp32": "fp32"}
-    host, slower = speed.host, shares["host"]
     board = speed.board and replace(speed.board, byte_joules=speed.board.byte_joules * shares["byte"])
     return replace(
         speed,
@@ -63,14 +62,7 @@ def with_shares(speed: Speed, shares: Shares) -> Speed:
         efficient_share=speed.efficient_share * shares["attention"],
         memory_bytes_per_s=speed.memory_bytes_per_s * shares["memory"],
         reduction_bytes_per_s=speed.reduction_bytes_per_s * shares["reduction"],
-        host=replace(
-            host,
-            forward_s=host.forward_s * slower,
-            backward_s=host.backward_s * slower,
-            optimizer_s=host.optimizer_s * slower,
-            sync_s=host.sync_s * slower,
-            step_s=host.step_s * slower,
-        ),
+        host=speed.host.scaled(shares["host"]),
         board=board,
     )
 

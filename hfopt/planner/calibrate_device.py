@@ -21,7 +21,7 @@ from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, from_file
 from hfopt.pricing.target_device import config_step, world_of
 from hfopt.schema import Candidate, Gpu, Hardware, OpCost
-from hfopt.speed.calibration import CPU, Calibration, calibrated, scaled
+from hfopt.speed.calibration import CPU, Calibration, calibrated
 from hfopt.speed.device_speed import Speed, cpu_speed, speed_of
 from hfopt.speed.kernel_rates import KernelRates, kernel_rates
 from hfopt.speed.step_time import StepTimer
@@ -136,7 +136,7 @@ def with_step(made: Calibration, table: Speed, step: MeasuredStep) -> Calibratio
     alone = calibrated(table, replace(made, launch_scale=None, step_scale=None))
 
     def predicted_s(factor: float) -> float:
-        return StepTimer(step.ops, replace(alone, host=scaled(alone.host, factor)), "fp32").at(BATCH).step_s
+        return StepTimer(step.ops, replace(alone, host=alone.host.scaled(factor)), "fp32").at(BATCH).step_s
 
     before_s = predicted_s(1.0)
     seen = replace(made, trainer_step_s=step.step_s, predicted_step_s=before_s, measured_step=STEP_WORDS)

@@ -21,7 +21,7 @@ from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.pricing.trace_ahead import Estimator
 from hfopt.schema import Assumption, Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
-from hfopt.speed.calibration import calibrated, for_device, scaled
+from hfopt.speed.calibration import calibrated, for_device
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
 from hfopt.store import default_store
@@ -48,13 +48,13 @@ def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, 
         return DeviceFigures(speed=speed, launches="", notes=tuple(notes), calibrated=day)
     whose = "a server's CPU" if made is None or made.launch_scale is None else "this host as calibrated"
     if named.launch_scale is not None:
-        speed, whose = replace(speed, host=scaled(table.host, named.launch_scale)), f"the host of {named.source}"
+        speed, whose = replace(speed, host=table.host.scaled(named.launch_scale)), f"the host of {named.source}"
     elif named.source is not None:
         notes.append(
             f"--host {named.source} holds no cost of a launch (no card was measured there): its cores are used, the launches are not"
         )
     if named.launch_s is not None:
-        speed, whose = replace(speed, host=scaled(table.host, named.launch_s / table.host.forward_s)), "the host as named"
+        speed, whose = replace(speed, host=table.host.scaled(named.launch_s / table.host.forward_s)), "the host as named"
     launches = f"{whose} ({speed.host.forward_s * 1e6:.0f} µs each in forward)"
     return DeviceFigures(speed=speed, launches=launches, notes=tuple(notes), calibrated=day)
 

@@ -1,10 +1,11 @@
 """The step time of a rehearsed script: what it launched, priced by the model that prices traces, and laid out in time.
 
-`launch_cost` gives each launch its cost, `StepTimer` makes seconds of it, `launch_timeline` a step. The host's part: every launch takes
-what the table says of a server's CPU (`efficiency.toml`); whatever else the script does between launches was measured here in CPU
-seconds, and is scaled by what this host needs for a launch from Python, in the forward, against the same table: it is Python too, which
-may be slower here where C++ is faster. So a server of that table is predicted for, not this host. Known limits: a script whose Python is
-slow evenly, at every launch, is taken for a usual one; what a data worker waits for (a disk, a network) is not seen.
+`launch_cost` gives each launch its cost, `StepTimer` makes seconds of it, `launch_timeline` a step. The host's part: every launch of a
+forward, a backward and an update takes what the table says of a server's CPU (`efficiency.toml`), the model's own Python in between
+included; what the loop around them does (data, callbacks, clipping, logging) was measured here in CPU seconds, and is scaled by what this
+host needed for those launches, that Python included, against the same table. So a server of that table is predicted for, not this host,
+and the table's own figures for the loop, which a trace has, were found in the same way. Known limits: a script whose Python is slow
+evenly, at every launch, is taken for a usual one; what a data worker waits for (a disk, a network) is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hfopt.virtual.launch_cost import OUTSIDE, Entry, Issue, ProcessJournal, Rec
 
 PHASES = ("data", "forward", "backward", "optimizer", "between")
 LAUNCHING = ("forward", "backward", "optimizer")
-LONG = 10.0  # times the usual gap between two launches: then the host did something else than launching
+LONG = 100.0  # times the usual gap between two launches: then the host did something else than a model's own Python
 
 
 def rehearsed_time(folder: Path, gpu: Gpu, reports: Sequence[Mapping[str, Any]]) -> RehearsedTime | None:
@@ -66,24 +67,20 @@ class _HostWork:
 def _host_work(steps: Sequence[RecordedStep], table: HostCost) -> _HostWork:
     """From the steps without operations; the mean of several."""
     entries = [entry for step in steps for entry in step.entries[1:] if (entry.launches or entry.ends) and entry.phase not in OUTSIDE]
-    usual = {phase: _usual_s([entry.spent_s for entry in entries if entry.launches and entry.phase == phase]) for phase in LAUNCHING}
-    by_table = {"forward": table.forward_s, "optimizer": table.optimizer_s, "backward": table.backward_s}
-    scale = next((cost / seconds for phase, cost in by_table.items() if (seconds := usual[phase])), None)
-    if scale is None:
+    launching = {phase: [one for one in entries if one.launches and one.phase == phase] for phase in LAUNCHING}
+    longest_s = {phase: LONG * statistics.median(one.spent_s for one in found) for phase, found in launching.items() if found}
+    by_table = {"forward": table.forward_s, "backward": table.backward_s}
+    usual = [one for phase in by_table for one in launching[phase] if one.spent_s <= longest_s[phase]]
+    spent_s = sum(one.spent_s for one in usual)
+    if not spent_s:
         return _HostWork()
+    scale = sum(by_table[one.phase] for one in usual) / spent_s
     before_s: dict[tuple[int, int], float] = {}
     for entry in entries:
-        if entry.ends or entry.spent_s > LONG * (usual.get(entry.phase) or 0.0):
+        if entry.ends or entry.spent_s > longest_s.get(entry.phase, 0.0):
             place = (entry.visit, entry.place)
             before_s[place] = before_s.get(place, 0.0) + entry.spent_s * scale / len(steps)
     return _HostWork(scale=scale, before_s=before_s)
-
-
-def _usual_s(gaps: Sequence[float]) -> float | None:
-    if not gaps:
-        return None
-    middle = statistics.median(gaps)
-    return statistics.fmean(gap for gap in gaps if gap <= LONG * middle) or None
 
 
 # ---------------------------------------------------------------------------------------------- the card

@@ -17,7 +17,7 @@ from typing import Any
 from hfopt.compat import package_version
 from hfopt.files import location, write_private
 from hfopt.schema import Gpu, Host
-from hfopt.speed.device_speed import HostCost, Speed
+from hfopt.speed.device_speed import Speed
 
 FORMAT = 1
 CPU = "CPU"
@@ -131,18 +131,8 @@ def calibrated(speed: Speed, made: Calibration) -> Speed:
         matmul_flops={**speed.matmul_flops, **{name: rate / slower for name, rate in made.matmul_flops.items()}},
         memory_bytes_per_s=made.memory_bytes_per_s / slower,
         reduction_bytes_per_s=made.reduction_bytes_per_s / slower,
-        host=scaled(speed.host, (made.launch_scale or 1.0) * slower),
+        host=speed.host.scaled((made.launch_scale or 1.0) * slower),
         board=None,
-    )
-
-
-def scaled(host: HostCost, factor: float) -> HostCost:
-    return HostCost(
-        forward_s=host.forward_s * factor,
-        backward_s=host.backward_s * factor,
-        optimizer_s=host.optimizer_s * factor,
-        sync_s=host.sync_s * factor,
-        step_s=host.step_s * factor,
     )
 
 

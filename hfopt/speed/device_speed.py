@@ -37,7 +37,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
@@ -162,13 +162,17 @@ FLASH_2 = (2, 2)  # the torch whose own flash attention is FlashAttention-2 (its
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCost:
-    """Seconds the host spends per launched kernel, per wait for the device and per optimizer step."""
+    """Seconds the host spends per launched kernel, per wait for the device, per micro-batch and per optimizer step."""
 
     forward_s: float
     backward_s: float
     optimizer_s: float
     sync_s: float
+    micro_batch_s: float
     step_s: float
+
+    def scaled(self, factor: float) -> HostCost:
+        return HostCost(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,14 +241,8 @@ def speed_of(gpu: Gpu, *, torch_version: tuple[int, int] | None = None) -> Speed
 def host_cost(torch_version: tuple[int, int]) -> HostCost:
     """Seconds per launch under this version of torch."""
     host = efficiency()["host"]
-    slower = 1e-6 * (host["before_torch_2"] if torch_version < (2, 0) else 1.0)
-    return HostCost(
-        forward_s=host["forward_us"] * slower,
-        backward_s=host["backward_us"] * slower,
-        optimizer_s=host["optimizer_us"] * slower,
-        sync_s=host["sync_us"] * slower,
-        step_s=host["step_us"] * slower,
-    )
+    slower = host["before_torch_2"] if torch_version < (2, 0) else 1.0
+    return HostCost(**{field.name: host[field.name.removesuffix("_s") + "_us"] for field in fields(HostCost)}).scaled(1e-6 * slower)
 
 
 REPEATS = 5
@@ -271,7 +269,7 @@ def cpu_speed() -> Speed:
         reduction_bytes_per_s=bandwidth,
         sms=1,
         kernel_floor_s=0.0,
-        host=HostCost(forward_s=2 * op_s, backward_s=2 * op_s, optimizer_s=2 * op_s, sync_s=0.0, step_s=1e-3),
+        host=HostCost(forward_s=2 * op_s, backward_s=2 * op_s, optimizer_s=2 * op_s, sync_s=0.0, micro_batch_s=0.0, step_s=1e-3),
         asynchronous=False,
     )
 

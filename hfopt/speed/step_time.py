@@ -37,7 +37,7 @@ that reads its inputs and writes its result. Set from torchtune's and torchtitan
 HIDDEN_SHARE = 0.8  # of the backward's time that communication can overlap with: the last bucket cannot
 TAKEN_SMS = 24 / 132
 """What collectives take from the kernels they are hidden behind: NCCL's all-gather on an H100 is 24 blocks for its 132 SMs
-(forums.developer.nvidia.com/t/337991); whole steps of GPT and Llama on A100 and H100 computed 18.9 % slower beside them (arXiv 2507.03114)."""
+(forums.developer.nvidia.com/t/337991); steps of GPT and Llama on four cards computed 18.9 % slower beside them (arXiv 2507.03114)."""
 RANK_SPREAD = 0.015
 """One standard deviation of the time that equal cards take for equal work: 8 % between the whiskers of a box plot, which are 5.4 of them
 apart, on five clusters (arXiv 2208.11035). All wait for the slowest."""
@@ -199,7 +199,7 @@ class StepTimer:
         cost, launch = self._speed.host, self._launches
         busy = {phase: float(kernel_s[mask].sum()) for phase, mask in self._phase.items()}
         phases = [(launch["forward"] * cost.forward_s, busy["forward"]), (launch["backward"] * cost.backward_s, busy["backward"])]
-        micro_s = _overlap(phases, self._speed.asynchronous) + self._syncs * cost.sync_s
+        micro_s = _overlap(phases, self._speed.asynchronous) + self._syncs * cost.sync_s + cost.micro_batch_s
         update_s = _overlap([(launch["optimizer"] * cost.optimizer_s, busy["optimizer"])], self._speed.asynchronous) + cost.step_s
         busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"]
         own_s = accumulation * micro_s + update_s

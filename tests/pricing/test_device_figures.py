@@ -16,7 +16,7 @@ from hfopt.planner.calibrate_device import MeasuredStep, with_step
 from hfopt.pricing.target_device import device_figures
 from hfopt.schema import Hardware, Host, OpCost
 from hfopt.speed import calibration
-from hfopt.speed.calibration import Calibration, calibrated, keep, scaled
+from hfopt.speed.calibration import Calibration, calibrated, keep
 from hfopt.speed.device_speed import speed_of
 from hfopt.speed.step_time import StepTimer
 
@@ -95,7 +95,7 @@ def test_the_factor_on_launches_is_the_one_that_meets_the_measured_step() -> Non
     blank = replace(MADE, launch_scale=None)
     for factor in (0.3, 1.0, 4.0):
         alone = calibrated(TABLE, blank)
-        step_s = StepTimer(OPS, replace(alone, host=scaled(alone.host, factor)), "fp32").at(calibrate.BATCH).step_s
+        step_s = StepTimer(OPS, replace(alone, host=alone.host.scaled(factor)), "fp32").at(calibrate.BATCH).step_s
         found = with_step(blank, TABLE, MeasuredStep(step_s=step_s, ops=OPS))
         assert found.launch_scale == pytest.approx(factor, rel=1e-3) and found.trainer_step_s == step_s
     assert with_step(blank, TABLE, MeasuredStep(step_s=1e-9, ops=OPS)).launch_scale is None, "no host is that quick"

@@ -129,7 +129,8 @@ def test_kernels_are_slower_beside_communication_and_all_wait_for_the_slowest() 
     assert seconds(8, sent) - seconds(8, 0) == pytest.approx(24 / 132 * sent / 300e9, rel=0.15)  # the card waits for its host now and then
     assert seconds(1, 0) < seconds(2, 0) < seconds(8, 0) < seconds(128, 0)
     assert seconds(8, 0) / seconds(1, 0) == pytest.approx(1 + 0.015 * 1.42, abs=0.001)  # of eight, the slowest is 1.42 deviations off
-    starved = (seconds(8, sent, TINY) - seconds(8, 0, TINY)) * 300e9 / sent
+    few = 1 << 20  # hidden behind tiny kernels too
+    starved = (seconds(8, few, TINY) - seconds(8, 0, TINY)) * 300e9 / few
     assert starved < 0.5 * 24 / 132  # a card that waits for its host loses less
 
 
