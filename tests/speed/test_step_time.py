@@ -123,10 +123,10 @@ def test_gradients_cross_the_link_once_per_step_and_shards_in_every_micro_batch(
 
 def test_kernels_are_slower_beside_communication_and_all_wait_for_the_slowest() -> None:
     def seconds(world: int, sent_bytes: float, ops: tuple[OpCost, ...] = BIG) -> float:
-        return StepTimer(ops, fast(), "bf16", ranks=RankTraffic(world_size=world, micro_batch_bytes=sent_bytes)).at(4).step_s
+        return StepTimer(ops, fast(), "bf16", ranks=RankTraffic(world_size=world, micro_batch_bytes=sent_bytes)).at(64).step_s
 
-    sent = 1 << 30  # 3.6 ms on this link, hidden behind kernels of a second
-    assert seconds(8, sent) - seconds(8, 0) == pytest.approx(24 / 132 * sent / 300e9, rel=0.15)  # the card waits for its host now and then
+    sent = 1 << 30  # 3.6 ms on this link, hidden
+    assert seconds(8, sent) - seconds(8, 0) == pytest.approx(24 / 132 * sent / 300e9, rel=0.1)
     assert seconds(1, 0) < seconds(2, 0) < seconds(8, 0) < seconds(128, 0)
     assert seconds(8, 0) / seconds(1, 0) == pytest.approx(1 + 0.015 * 1.42, abs=0.001)  # of eight, the slowest is 1.42 deviations off
     few = 1 << 20  # hidden behind tiny kernels too
