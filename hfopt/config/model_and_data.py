@@ -71,6 +71,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         overrides=_overrides(facts, named=name is not None),
         task=task,
         weights_dtype=_weights_dtype(facts, trainer, args, partly=lora is not None or method.last_layers is not None),
+        scales_loss=args.get("fp16") is True and lora is None and not facts.has("deepspeed"),  # DeepSpeed scales in a way of its own
         stands_for=method.stands_for,
         widens_trained=method.last_layers is not None and not facts.true("pure_bf16"),
         attn_implementation=_attention(facts),

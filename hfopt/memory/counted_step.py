@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hfopt.compat.versions import is_at_least
 from hfopt.facts.argument_effects import TORCH_ADAM
 from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors
 from hfopt.memory.step_memory import context_bytes
@@ -288,11 +287,7 @@ def _facts(config: Any) -> ConfigFacts:
 
 def _stored(model: ModelSpec, entry: Architecture) -> str:
     """What the weights are held in; where the installed transformers widens them unasked, that is more, and this a bound."""
-    stated = model.weights_dtype
-    if stated is None and not is_at_least("transformers", "5"):
-        return "float32"
-    found = entry.config.get("torch_dtype") or entry.config.get("dtype") or "float32" if stated in (None, "auto") else stated
-    return str(found).removeprefix("torch.")
+    return model.stored_in(entry.config.get("torch_dtype") or entry.config.get("dtype"))
 
 
 def _trains_whole(job: TrainJob, entry: Architecture) -> bool:

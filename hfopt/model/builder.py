@@ -329,18 +329,10 @@ def checkpoint_dtype(config: Any) -> str | None:
 
 
 def weights_dtype(spec: ModelSpec, config: Any) -> torch.dtype:
-    """As from_pretrained does: the stated dtype; unstated or 'auto' is the checkpoint's from transformers 5 on, float32 before."""
-    stated = spec.weights_dtype
-    if stated is None and not is_at_least("transformers", "5"):
-        return torch.float32
-    if stated in (None, "auto"):
-        stated = getattr(config, DTYPE_OPTION, None) or "float32"
-    if isinstance(stated, torch.dtype):
-        return stated
-    name = str(stated).removeprefix("torch.")
+    name = spec.stored_in(getattr(config, DTYPE_OPTION, None))
     dtype = getattr(torch, _SHORT_DTYPES.get(name, name), None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise WorkloadError(f"{stated!r} is not a dtype for weights", hint="use float32, bfloat16, float16 or auto")
+        raise WorkloadError(f"{name!r} is not a dtype for weights", hint="use float32, bfloat16, float16 or auto")
     return dtype
 
 
@@ -349,6 +341,8 @@ def assumed_build(recipe: Recipe, model: nn.Module) -> tuple[Assumption, ...]:
     spec = recipe.spec
     stored = dtype_name(weights_dtype(spec, recipe.config))
     packed = "" if spec.quantization is None else f"{spec.quantization.bits}-bit, the rest "
+    if spec.widened(getattr(recipe.config, DTYPE_OPTION, None)):
+        stored += ", not the checkpoint's float16, which fp16: true cannot train"
     attention = spec.attn_implementation or getattr(getattr(model, "config", None), "_attn_implementation", None)
     lora = spec.lora
     adapter = "none" if lora is None else f"{'DoRA' if lora.use_dora else 'LoRA'} r={lora.r}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from hfopt.errors import ConfigError
-from hfopt.schema import Candidate, Checkpointing, Gpu, Precision, Rejection, StepTime, TimeModel
+from hfopt.schema import Candidate, Checkpointing, Gpu, Precision, Rejection, StepTime, TimeModel, why_not_scaled
 from hfopt.units import divisors, format_bytes
 
 OVERFLOWS_IN_FP16 = ("t5", "mt5", "umt5", "longt5", "byt5", "pix2struct", "gemma", "pegasus")
@@ -51,8 +51,8 @@ class NumericFacts:
 
 def precisions(gpu: Gpu | None, current: Precision, facts: NumericFacts, *, keep: bool = False) -> Precisions:
     """The precisions to try, the user's own first."""
-    if current == "fp16" and facts.gradients_in in _UNSCALABLE:
-        return _instead_of_fp16(gpu, facts, keep=keep)
+    if current == "fp16" and (fault := why_not_scaled(facts.gradients_in)) is not None:
+        return _instead_of_fp16(gpu, facts, fault, keep=keep)
     if gpu is None:
         return _on_cpu(current, keep=keep)
     if keep:
@@ -88,20 +88,15 @@ def _on_cpu(current: Precision, *, keep: bool) -> Precisions:
     return Precisions(allowed=("fp32",), ruled_out=(("fp16", why),))
 
 
-_UNSCALABLE = {
-    "bfloat16": "PyTorch has no kernel to unscale bfloat16 gradients (NotImplementedError at the first step)",
-    "float16": "PyTorch refuses to unscale float16 gradients (ValueError at the first step)",
-}
-"""Types of gradients that a GradScaler cannot take: torch/amp/grad_scaler.py and _amp_foreach_non_finite_check_and_unscale_."""
-
-
-def _instead_of_fp16(gpu: Gpu | None, facts: NumericFacts, *, keep: bool) -> Precisions:
-    """bf16 where the device has it, else the weights' own type without autocast."""
-    stored = str(facts.gradients_in)
-    fault = f"fp16: true cannot train weights stored in {stored}: {_UNSCALABLE[stored]}"
+def _instead_of_fp16(gpu: Gpu | None, facts: NumericFacts, fault: str, *, keep: bool) -> Precisions:
+    """bf16 where the device has it, else bfloat16's own type without autocast. Weights in float16 train with neither: alone their small
+    gradients vanish, and there is no loss scaling."""
+    stored = facts.gradients_in
+    if stored == "float16":
+        raise ConfigError(fault, hint="load the model in float32 (dtype: float32), or train an adapter (LoRA)")
     if keep:
         raise ConfigError(f"{fault}, and it is to be kept", hint="do not keep fp16, or load the model in float32 (dtype: float32)")
-    instead: Precision = "bf16" if stored == "bfloat16" and (gpu is None or gpu.supports("bf16")) else "fp32"
+    instead: Precision = "bf16" if gpu is None or gpu.supports("bf16") else "fp32"
     others: tuple[Precision, ...] = ("fp16", "bf16", "tf32", "fp32")
     ruled_out = tuple((other, fault if other == "fp16" else f"the weights are stored in {stored}") for other in others if other != instead)
     return Precisions(allowed=(instead,), ruled_out=ruled_out, fault=fault)

@@ -22,6 +22,7 @@ from hfopt.schema.job import (
     Task,
     TrainerKind,
     TrainJob,
+    why_not_scaled,
 )
 from hfopt.schema.plan_facts import (
     REHEARSED_MICRO_BATCHES,
@@ -188,4 +189,5 @@ __all__ = [
     "Window",
     "Workload",
     "ZeroSizes",
+    "why_not_scaled",
 ]

@@ -6,12 +6,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from hfopt.compat.versions import is_at_least
+
 if TYPE_CHECKING:
     from hfopt.schema.trainer_settings import TrainerSettings
 
 Precision = Literal["fp32", "tf32", "fp16", "bf16"]
 """How the step computes. fp16 and bf16 are autocast (fp16 with a GradScaler); what the weights are stored in is `ModelSpec.weights_dtype`,
 so 'pure bf16' is weights in bfloat16 with precision fp32."""
+
+_UNSCALABLE = {
+    "bfloat16": "PyTorch has no kernel to unscale bfloat16 gradients (NotImplementedError at the first step)",
+    "float16": "PyTorch refuses to unscale float16 gradients (ValueError at the first step)",
+}
+"""Types of gradients that a GradScaler cannot take: torch/amp/grad_scaler.py and _amp_foreach_non_finite_check_and_unscale_."""
+
+
+def why_not_scaled(stored: str | None) -> str | None:
+    """Why fp16 cannot train weights stored so; None where it can."""
+    return None if stored not in _UNSCALABLE else f"fp16: true cannot train weights stored in {stored}: {_UNSCALABLE[stored]}"
+
 
 Task = Literal[
     "causal_lm",
@@ -110,6 +124,7 @@ class ModelSpec:
     name: str | None  # Hub id, folder, config.json, or a name of the bundled table
     task: Task | None = None
     weights_dtype: str | None = None  # 'bfloat16' | 'float16' | 'float32' | 'auto'
+    scales_loss: bool = False  # a GradScaler stands between its gradients and the optimizer, and it trains whole
     loads_itself: bool = False  # a script of the user's own makes the model: an unstated dtype is its affair
     attn_implementation: str | None = None
     lora: Lora | None = None
@@ -128,6 +143,17 @@ class ModelSpec:
     float32_modules: tuple[str, ...] = ()  # parts of their names: kept in float32 whatever the other weights are stored in
     beyond: str | None = None  # why a step of this model alone says nothing of the job: it is refused
     like: str | None = None  # the known model whose architecture it has, where its own config is not to be found
+
+    def stored_in(self, checkpoint: object) -> str:
+        """As from_pretrained does: the stated dtype; unstated or 'auto' is the checkpoint's from transformers 5 on, float32 before.
+        Unstated float16 that a GradScaler would refuse at the first step is taken to be loaded in float32."""
+        stated = self.weights_dtype
+        if stated is None and (self.widened(checkpoint) or not is_at_least("transformers", "5")):
+            return "float32"
+        return str((checkpoint or "float32") if stated in (None, "auto") else stated).removeprefix("torch.")
+
+    def widened(self, checkpoint: object) -> bool:
+        return self.weights_dtype is None and self.scales_loss and str(checkpoint).removeprefix("torch.") == "float16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ import torch
 from hfopt.errors import TraceError
 from hfopt.facts.argument_effects import BLOCK_8BIT, SMALLEST_8BIT, SMALLEST_PAGED, bitsandbytes_states
 from hfopt.model.losses import CASTS_ONCE, REFERENCE
-from hfopt.schema import StepSettings
+from hfopt.schema import StepSettings, why_not_scaled
 from hfopt.trace.tracer import TraceSession
 
 
@@ -306,6 +306,8 @@ class TrainerLoop:
         recorder = self.session.recorder
         first_block = recorder.next_block
         if self.scaler is not None:
+            if any(one.grad is not None and one.grad.dtype == torch.float16 for one in self.updated_parameters()):
+                raise TraceError(str(why_not_scaled("float16")), hint="load the model in float32 (dtype: float32)")
             self.scaler.unscale_(optimizer)
         limit = self.settings.max_grad_norm
         norm = torch.nn.utils.clip_grad_norm_(self.updated_parameters(), limit if limit > 0 else float("inf"), foreach=True)

@@ -223,6 +223,19 @@ def test_what_the_weights_are_stored_in(text: str, dtype: str | None) -> None:
     assert job(text).model.weights_dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("text", "scaled"),
+    [
+        ("fp16: true", True),
+        ("bf16: true", False),
+        ("fp16: true\nuse_peft: true", False),
+        ("fp16: true\ndeepspeed: ds_z2_config.json", False),
+    ],
+)
+def test_where_a_grad_scaler_stands_between_weights_and_optimizer(text: str, scaled: bool) -> None:
+    assert job(text).model.scales_loss is scaled
+
+
 def test_llama_factory_checkpoints_unless_told_not_to() -> None:
     assert job("finetuning_type: full").raw["gradient_checkpointing"] is True
     assert job("finetuning_type: full\ndisable_gradient_checkpointing: true").raw["gradient_checkpointing"] is False

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from hfopt.errors import WorkloadError
+from hfopt.compat.versions import is_at_least
+from hfopt.errors import TraceError, WorkloadError
 from hfopt.memory.step_memory import estimate
-from hfopt.model.builder import skeleton
+from hfopt.model.builder import DTYPE_OPTION, skeleton
 from hfopt.model.from_config import _targets, _with_targets, from_spec
 from hfopt.model.sources import find_config
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings, Task
@@ -133,6 +134,35 @@ def test_dtype_and_labels_and_overrides(tiny: Tiny) -> None:
     model = workload.build_model()
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.score.out_features == 7 and workload.layers == 5
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaled", "stored"),
+    [
+        (None, True, "float32"),
+        (None, False, "float16"),
+        ("float16", True, "float16"),
+        ("auto", True, "float16"),
+        ("bfloat16", True, "bfloat16"),
+    ],
+)
+def test_a_float16_checkpoint_that_fp16_could_not_train_is_taken_to_be_float32(
+    tiny: Tiny, stated: str | None, scaled: bool, stored: str
+) -> None:
+    """DeBERTa-v3, OPT, Pythia, Whisper-large: GradScaler refuses float16 gradients at the first step, so a run does not."""
+    name = tiny("llama", **{DTYPE_OPTION: "float16"})
+    workload = from_spec(ModelSpec(name=name, weights_dtype=stated, scales_loss=scaled), DataSpec(max_length=8))
+    assert workload.weights_dtype == (stored if stated or scaled or is_at_least("transformers", "5") else "float32")
+    (said,) = (one for one in workload.assumed if one.what == "weights")
+    assert said.guessed == (stated is None)
+    assert ("not the checkpoint's float16" in str(said.value)) == (stated is None and scaled)
+
+
+def test_fp16_on_weights_stored_in_float16_ends_in_a_sentence(tiny: Tiny) -> None:
+    workload = from_spec(ModelSpec(name=tiny("llama"), weights_dtype="float16"), DataSpec(max_length=8))
+    with pytest.raises(TraceError, match="fp16: true cannot train weights stored in float16") as refused:
+        estimate(workload, StepSettings(precision="fp16"))
+    assert refused.value.hint == "load the model in float32 (dtype: float32)"
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn", "flex_attention"])

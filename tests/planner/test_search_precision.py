@@ -58,7 +58,7 @@ def test_fp16_for_a_model_trained_in_bf16_comes_with_a_warning() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "stored", "instead"),
-    [(card(8), "bfloat16", "bf16"), (None, "bfloat16", "bf16"), (card(7, 5), "bfloat16", "fp32"), (card(8), "float16", "fp32")],
+    [(card(8), "bfloat16", "bf16"), (None, "bfloat16", "bf16"), (card(7, 5), "bfloat16", "fp32")],
 )
 def test_fp16_on_half_precision_gradients_is_a_fault_of_the_config(gpu: Gpu | None, stored: str, instead: Precision) -> None:
     facts = NumericFacts(family="LlamaForCausalLM", weights_dtype=stored, gradients_in=stored)
@@ -67,6 +67,13 @@ def test_fp16_on_half_precision_gradients_is_a_fault_of_the_config(gpu: Gpu | No
     assert sorted([*found.allowed, *(precision for precision, _ in found.ruled_out)]) == ["bf16", "fp16", "fp32", "tf32"]
     with pytest.raises(ConfigError, match="is to be kept"):
         precisions(gpu, "fp16", facts, keep=True)
+
+
+def test_fp16_on_float16_gradients_is_refused() -> None:
+    """Without loss scaling small float16 gradients vanish: there is no other precision to train such weights in."""
+    with pytest.raises(ConfigError, match="weights stored in float16") as refused:
+        precisions(card(8), "fp16", NumericFacts(family="OPTForCausalLM", weights_dtype="float16", gradients_in="float16"))
+    assert refused.value.hint is not None and "float32" in refused.value.hint
 
 
 def test_fp16_with_float32_adapters_on_half_precision_weights_is_none() -> None:
