@@ -17,7 +17,7 @@ from typing import Any
 from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.counted_step import counted_parameters
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve, WritingBytes
+from hfopt.memory.evaluation import AffineBytes, EvaluationCurve, WritingBytes
 from hfopt.memory.layer_extrapolation import DepthCurve
 from hfopt.memory.lengths import Growth, VaryingLengths
 from hfopt.memory.per_sample import PerSampleTimeline, SampleMatch

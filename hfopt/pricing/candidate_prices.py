@@ -89,7 +89,8 @@ class Pricing:
     def time(self, candidate: Candidate) -> StepTime:
         if candidate not in self._times:
             found = self._timer(candidate).at(candidate.per_device_batch, candidate.accumulation)
-            self._times[candidate] = over_the_run(found, self.compiled(candidate), self.run_steps)
+            compiled = self.compiled(candidate)
+            self._times[candidate] = found if compiled is None else over_the_run(found, compiled, self.run_steps)
         return self._times[candidate]
 
     def compiled(self, candidate: Candidate) -> CompiledStep | None:
