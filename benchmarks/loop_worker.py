@@ -30,8 +30,7 @@ from hfopt.memory.step_memory import LOADED_KERNELS_BYTES, TRACED_BATCHES, conte
 from hfopt.memory.timeline import Timeline, combine
 from hfopt.model.known_models import architectures
 from hfopt.schema import LengthSpread
-from hfopt.trace.events import Trace
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels, Trace
 from hfopt.trace.tracer import Tracer, TraceSession
 from hfopt.units import MIB
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.timeline import FREED, Repetition, Timeline, require_same_events
 from hfopt.memory.whole_window import fetched_inputs
-from hfopt.trace.kernel_sizes import FORMULAS
+from hfopt.trace.events import FORMULAS
 
 if TYPE_CHECKING:
     import numpy as np

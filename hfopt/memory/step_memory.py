@@ -27,7 +27,7 @@ from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, vary
 from hfopt.memory.per_sample import per_sample_timeline
 from hfopt.memory.timeline import COARSE_BATCH, COARSE_NOTE, Timeline, alone, coarse_timeline, combine
 from hfopt.schema import CompiledStep, LengthSpread, OpCost, StepSettings, Workload
-from hfopt.trace.kernel_sizes import resident_threads
+from hfopt.trace.events import resident_threads
 from hfopt.units import MIB
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions, CachingAllocator
 from hfopt.schema import MemoryPeak
-from hfopt.trace.kernel_sizes import FORMULAS, TILE
+from hfopt.trace.events import FORMULAS, TILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

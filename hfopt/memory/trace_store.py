@@ -2,7 +2,7 @@
 
 A trace is kept without the card it was made for. What depends on the card is put back when it is read: the context, the multiprocessors
 that a reduction splits over, cuBLAS's workspace; and a kernel that was chosen by the card's capability is a condition of the entry
-(`kernel_sizes.answers_noted`), so a trace made for one card answers for every other that chooses alike, to the byte. A curve that is not a
+(`trace.events.answers_noted`), so a trace made for one card answers for every other that chooses alike, to the byte. A curve that is not a
 timeline (a line through two peaks, a model that loops over its samples) answers for its own card only.
 """
 
@@ -28,8 +28,7 @@ from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
 from hfopt.model.stored_workload import whole
 from hfopt.schema import CompiledStep, GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
 from hfopt.store import NotPlainError, Store, default_store, from_json, to_json
-from hfopt.trace.events import Trace, Where
-from hfopt.trace.kernel_sizes import Formula, Kernels, answers_alike, answers_noted, of_card
+from hfopt.trace.events import Formula, Kernels, Trace, Where, answers_alike, answers_noted, of_card
 
 _CLASSES = (
     *(Estimate, MemoryCurve, DepthCurve, VaryingLengths, Growth, Timeline, PerSampleTimeline, SampleMatch, AffineFormula, LengthSpread),

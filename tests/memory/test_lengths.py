@@ -15,7 +15,7 @@ from hfopt.memory.lengths import drawn_lengths, growth, shortened, shorter_lengt
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels
 from hfopt.trace.tracer import Tracer, TraceSession, prepared
 from hfopt.trace.trainer_step import trainer_script
 

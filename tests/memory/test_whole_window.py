@@ -12,7 +12,7 @@ from hfopt.memory.lengths import VaryingLengths
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import Timeline, alone
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels
 from hfopt.trace.tracer import Tracer, prepared
 from hfopt.trace.trainer_step import TrainerLoop, trainer_script
 
