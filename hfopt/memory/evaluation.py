@@ -22,8 +22,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hfopt.memory.allocator import MIN_BLOCK, CachingAllocator
-from hfopt.memory.curve import MemoryCurve, replay_events
-from hfopt.memory.kept_replays import Replay, known_or_made
+from hfopt.memory.curve import MemoryCurve, Replay, known_or_made, replay_events
 from hfopt.memory.step_memory import TRACED_BATCHES
 from hfopt.memory.timeline import FREED, Timeline, combine
 from hfopt.schema import EvaluationSettings, GenerationSettings, StepSettings, Workload

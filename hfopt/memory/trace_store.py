@@ -18,12 +18,11 @@ from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.counted_step import counted_parameters
 from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.evaluation import AffineBytes, EvaluationCurve, WritingBytes
-from hfopt.memory.layer_extrapolation import DepthCurve
-from hfopt.memory.lengths import Growth, VaryingLengths
+from hfopt.memory.layer_extrapolation import DepthCurve, RoughStep
 from hfopt.memory.per_sample import PerSampleTimeline, SampleMatch
 from hfopt.memory.phase_curve import PhaseCurve
-from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors, counted
-from hfopt.memory.step_memory import Estimate, context_bytes, estimate
+from hfopt.memory.real_steps import Growth, VaryingLengths
+from hfopt.memory.step_memory import Estimate, ParameterCount, TrainedTensors, context_bytes, counted, estimate
 from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
 from hfopt.model.stored_workload import whole
 from hfopt.schema import CompiledStep, GenerationSettings, LengthSpread, OpCost, StepSettings, Workload

@@ -169,7 +169,7 @@ def _planned(
         evaluation = None
 
     if run is None or search.interrupted:
-        result = Confirmed(found=found, verdict=Tried(chosen=0, trial=None))
+        result = Confirmed(found=found, verdict=Tried(chosen=0, trial=None), winner=found.ranked[0])
     else:
 
         def tried(candidate: Candidate) -> Trial | None:

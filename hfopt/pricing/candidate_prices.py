@@ -14,10 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from hfopt.memory.allocator import LARGE_SEGMENT, parse_alloc_conf
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.kept_replays import replays_kept
-from hfopt.memory.rough_estimate import ParameterCount, state_bytes
-from hfopt.memory.step_memory import Estimate, context_bytes
+from hfopt.memory.curve import MemoryCurve, replays_kept
+from hfopt.memory.step_memory import Estimate, ParameterCount, context_bytes, state_bytes
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.pricing.compiled import UNCOMPILED, Compiler, over_the_run

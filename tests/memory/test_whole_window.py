@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.lengths import VaryingLengths
+from hfopt.memory.real_steps import VaryingLengths
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import Timeline, alone
 from hfopt.schema import StepSettings, Workload
