@@ -14,7 +14,18 @@ from hfopt.compat.versions import release
 from hfopt.config.deepspeed_json import named_stage
 from hfopt.config.lookup import Facts, model_name
 from hfopt.config.other_keys import beyond_one_model, stage_notes
-from hfopt.config.other_tools import LLAMA_FACTORY, PLAIN, TRL, dialect_of, is_llama_factory, is_swift, is_unsloth, swift_samples, trl_dtype
+from hfopt.config.other_tools import (
+    LLAMA_FACTORY,
+    PLAIN,
+    TRL,
+    dialect_of,
+    is_llama_factory,
+    is_swift,
+    is_unsloth,
+    swift_samples,
+    trl_dtype,
+    unsaid_mix,
+)
 from hfopt.config.trained_parts import (
     adapter_to_go_on_with,
     first_number,
@@ -26,7 +37,7 @@ from hfopt.config.trained_parts import (
     strings,
     tuning_method,
 )
-from hfopt.config.trainer_kind import read_task
+from hfopt.config.trainer_kind import own_class_notes, read_task
 from hfopt.facts.training_keys import installed, trl_default
 from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
 
@@ -56,7 +67,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
     lora, quantization = method.lora or lora_of(facts, factory), _quantization(facts, factory)
-    notes = (*method.notes, *(stage_notes(facts) if factory else ()))
+    notes = (*method.notes, *(stage_notes(facts) if factory else ()), *own_class_notes(facts), *_unsaid(facts, trainer, args))
     if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
         lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
     elif lora is None and not factory and (goes_on := adapter_to_go_on_with(facts)) is not None:
@@ -87,6 +98,15 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         notes=notes,
         beyond=beyond_one_model(facts),
     )
+
+
+def _unsaid(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> tuple[str, ...]:
+    """A precision that the file asks for without saying which."""
+    key = unsaid_mix(facts) if dialect_of(facts, trainer) is PLAIN else None
+    kind = "bf16" if args.get("bf16") is True else "fp16" if args.get("fp16") is True else None
+    if key is None or kind is None or facts.has("fp16", "bf16"):
+        return ()
+    return (f"{key}: true does not say in which type: {kind} is planned (bf16: true or fp16: true says it)",)
 
 
 def with_guesses(model: ModelSpec) -> ModelSpec:
@@ -227,7 +247,12 @@ def _quantized_bits(facts: Facts) -> Literal[4, 8] | None:
     if facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
         return 8
     found = re.search(r"(?:^|\D)([48])[-_ ]?bits?|int([48])|(nf4|fp4)", said)
+    if found is None and facts.true("quantize", "quantized", "quantization", "use_quantization", "enable_quantization", "use_bnb"):
+        return 8 if facts.has("bnb_8bit_compute_dtype", "llm_int8_threshold") and not facts.has(*_OF_4BIT) else 4
     return None if found is None else 8 if "8" in (found[1], found[2]) else 4
+
+
+_OF_4BIT = ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
 
 
 def _swift_doubles(facts: Facts) -> bool:

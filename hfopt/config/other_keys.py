@@ -156,7 +156,10 @@ _DATA_MAKING = ("data", "dataset", "datasets", "generation", "generate", "synthe
 
 def beyond_one_model(facts: Facts) -> str | None:
     """Why a step of the trained model alone says nothing of the job: others work on the card beside it."""
-    if facts.has(*_OF_PPO) or "ppo" in ((facts.text("stage") or "").lower(), (facts.text("rlhf_type") or "").lower()):
+    if (facts.has(*_OF_PPO) and not facts.has("group_size", "num_generations", "grpo_epochs")) or "ppo" in (
+        (facts.text("stage") or "").lower(),
+        (facts.text("rlhf_type") or "").lower(),
+    ):
         return "PPO trains a policy and a value model beside a reward and a reference model, and generates between its updates"
     if facts.has("finetuning_type") and _stage(facts) not in _STAGES:
         return (
@@ -189,7 +192,7 @@ _SAME_STEP = frozenset(
 )
 _OF_A_STEP = re.compile(
     r"freez|(^|_)(layers?|hidden|heads?|dim|vocab|experts?|towers?|adapters?|embeddings?|pixels?|images?|frames?|crop|tiles?)(_|$)|batch_size"
-    r"|lora|quant|offload|checkpointing|recompute|flash|attn|attention|kernel|fused|packing|(^|_)len(gth)?(_|$)|parallel|shard|teacher|ema(_|$)"
+    r"|lora|quant|offload|chunk|checkpointing|recompute|flash|attn|attention|kernel|fused|packing|(^|_)len(gth)?(_|$)|parallel|shard|teacher|ema(_|$)"
 )
 """Words in the names of keys that may change what a step holds, wherever in the file they stand."""
 
@@ -205,6 +208,8 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
             continue
         if key == "reward_funcs" and (models := [str(one) for one in (value if isinstance(value, list) else [value]) if _is_model(one)]):
             named.setdefault(reasons["reward_model"], []).append(f"reward_funcs: {', '.join(models)}")
+        elif (beside := next((part for part in path[:-1] if part in _MODELS_BESIDE), None)) is not None and key in _NAMING_A_MODEL:
+            named.setdefault(reasons[beside], []).append(f"{beside}: {_shown(value)}")
         elif key in reasons:
             named.setdefault(reasons[key], []).append(f"{key}: {_shown(value)}")
         elif not key.startswith("_") and not _is_known(key, facts.asked) and _may_matter(path, inside=path[:-1] in places):
@@ -213,6 +218,10 @@ def unread(facts: Facts, sections: Iterable[NodePath]) -> Iterator[str]:
         yield f"{', '.join(settings)} {'is' if len(settings) == 1 else 'are'} set; {why}"
     if unknown:
         yield not_read(unknown)
+
+
+_MODELS_BESIDE = frozenset({"reward_model", "value_model", "critic", "critic_model"})
+_NAMING_A_MODEL = frozenset({"model_name", "model_name_or_path", "name_or_path", "name", "path", "model_path", "model_id", "id"})
 
 
 def not_read(keys: Sequence[str]) -> str:

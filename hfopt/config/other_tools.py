@@ -189,7 +189,15 @@ _MIXED: Mapping[str, str] = {
 """What scripts call mixed precision: accelerate's `mixed_precision`, Lightning's `precision`."""
 
 
-def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
+_MIXES = ("mixed_precision", "use_mixed_precision", "amp", "use_amp", "enable_amp")
+
+
+def unsaid_mix(facts: Facts) -> str | None:
+    """The key of a script's file that asks for mixed precision without saying in which type."""
+    return next((key for key in _MIXES if facts.true(key)), None)
+
+
+def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size: int = 1, *, has_bf16: bool = True) -> dict[str, Any]:
     """Arguments in force that the file need not name."""
     if dialect is LLAMA_FACTORY:  # it checkpoints unless it is told not to
         if facts.true("disable_gradient_checkpointing"):
@@ -200,13 +208,15 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
     found = _of_a_whole_batch(facts, args, world_size) | _evaluated_by_a_script(facts, args)
     if facts.false("use_gpu", "use_cuda") and "use_cpu" not in args:
         found["use_cpu"] = True
-    given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config")
+    given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed")
     if "deepspeed" not in args and (_is_zero(given) or (isinstance(given, str) and given.endswith(".json"))):
         found["deepspeed"] = given
     if dialect.name == TRL.name:
         return found | _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
     found |= _of_seq2seq_script(facts, args)
     mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
+    if mixed is None and unsaid_mix(facts) is not None:
+        mixed = "bf16" if has_bf16 else "fp16"
     return found if mixed is None or {"fp16", "bf16"} & args.keys() else found | {mixed: True}
 
 
@@ -230,14 +240,18 @@ _EVALUATED = (
     *("val_file", "val_path", "val_data", "val_data_path", "dev_file", "dev_path", "valid_file", "valid_path", "validation_path"),
     *("val_jsonl", "valid_jsonl", "dev_jsonl", "validation_dataset_path", "val_dataset_path", "eval_data_files", "val_manifest"),
 )
+_HELD_BACK = (  # a share or a number of the samples
+    *("val_ratio", "eval_ratio", "validation_ratio", "val_size", "eval_size", "validation_size", "val_split", "eval_split_ratio"),
+    *("val_split_ratio", "validation_split_ratio", "val_fraction", "eval_fraction", "validation_fraction"),
+)
 _EVALUATIONS = ("load_best_model_at_end", "metric_for_best_model", "per_device_eval_batch_size")  # arguments that speak of one
 
 
 def _evaluated_by_a_script(facts: Facts, args: Mapping[str, Any]) -> dict[str, Any]:
     """`eval_steps` beside data to evaluate on under a script's own name, a best model or a batch for it: the script adds the strategy."""
     steps, told = args.get("eval_steps"), {"eval_strategy", "do_eval", "do_train"} & args.keys()
-    counted = facts.whole("num_eval_samples", "max_eval_samples", "eval_samples", "num_val_samples")
-    meant = any(args.get(key) for key in _EVALUATIONS) or counted is not None or facts.text(*_EVALUATED) is not None
+    counted = facts.whole("num_eval_samples", "max_eval_samples", "eval_samples", "num_val_samples") or facts.number(*_HELD_BACK)
+    meant = any(args.get(key) for key in _EVALUATIONS) or counted or facts.text(*_EVALUATED) is not None
     return {"eval_strategy": "steps"} if isinstance(steps, int | float) and meant and not told else {}
 
 

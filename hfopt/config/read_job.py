@@ -21,7 +21,7 @@ from hfopt.config.model_and_data import COMPLETIONS, read_data, read_evaluation_
 from hfopt.config.other_keys import unread
 from hfopt.config.other_tools import TRL, Dialect, ToolSpelling, dialect_of, implied, is_axolotl, tool_of, torchtune_words
 from hfopt.config.settings import trainer_settings
-from hfopt.config.trainer_kind import trainer_kind
+from hfopt.config.trainer_kind import names_trainer, trainer_kind
 from hfopt.config.training_arguments import ACCUMULATION, ATTENTION, BATCH, GONE, trl_keys
 from hfopt.config.translation import Translation, judge_translation
 from hfopt.config.validate import FoundProblem, SectionReader, check_together
@@ -106,7 +106,7 @@ def load_document(
             f"{path}: no TrainingArguments in it",
             hint="keys such as per_device_train_batch_size are looked for at the root and in every section; name one with --section",
         )
-    return _Reading(document, layout, present, world_size).loaded()
+    return _Reading(document, layout, present, world_size, has_bf16).loaded()
 
 
 def _refusal(path: str, tool: str, data: Mapping[Any, Any]) -> ConfigError:
@@ -184,8 +184,8 @@ def _trl_arguments(facts: Facts, trainer: TrainerKind) -> dict[str, Any]:
 class _Reading:
     """One pass over the sections that count."""
 
-    def __init__(self, document: Document, layout: SectionLayout, present: Installed, world_size: int) -> None:
-        self.document, self.layout, self.present, self.world_size = document, layout, present, world_size
+    def __init__(self, document: Document, layout: SectionLayout, present: Installed, world_size: int, has_bf16: bool) -> None:
+        self.document, self.layout, self.present, self.world_size, self.has_bf16 = document, layout, present, world_size, has_bf16
         self.facts = Facts(document.resolved, near=layout.main.path if layout.main else (), left_out=layout.other_branches())
 
     def loaded(self) -> Loaded:
@@ -208,7 +208,7 @@ class _Reading:
             homes = {**self._words(dialect, self.layout.main), **self._stated_once(ATTENTION), **homes}
             found.extend(check_together(args, self.facts, trainer, self.world_size, lambda key: self._place_of(key, homes)))
             if not any(item.problem.key in _batch_names(homes) for item in _unusable(found)):
-                unstated = implied(dialect, self.facts, args, self.world_size)
+                unstated = implied(dialect, self.facts, args, self.world_size, has_bf16=self.has_bf16)
                 if not self._is_read_by_a_script(trainer, dialect):
                     unstated.pop("eval_strategy", None)  # `trl` adds none
                 job = self._job({**unstated, **_trl_arguments(self.facts, trainer), **args}, trainer, homes)
@@ -287,6 +287,7 @@ class _Reading:
             tool=dialect.name if dialect.own_reader else None,
             uses_trl=dialect.name == TRL.name,
             own_script=own_script,
+            guessed_trainer=own_script and not dialect.own_reader and not names_trainer(self.facts, trainer),
             kept=_kept(self.document, homes),
             evaluation=read_evaluation_spec(self.facts),
         )
@@ -314,12 +315,22 @@ class _Reading:
             names = ", ".join(unresolved[:3]) + (", …" if len(unresolved) > 3 else "")
             message = f"only another program can fill in {names}"
             yield Problem(severity="note", code="unresolved", key=None, place=None, message=message, fix="write the values themselves")
+        for key in _BUILT_ON:
+            others = self.document.data.get(key)
+            if others := [one for one in (others if isinstance(others, list) else [others]) if _YAML.search(str(one))]:
+                message = f"the file builds on {', '.join(map(str, others))}, which is not read here"
+                place = self.document.place(_key_start(self.document, key))
+                yield Problem(severity="note", code="builds_on", key=key, place=place, message=message, fix="give one file with all of it")
         if isinstance(self.document.data.get("defaults"), list):
             place = self.document.place(_key_start(self.document, "defaults"))
             message = "Hydra composes this file with others (`defaults:`), which are not read here"
             yield Problem(
                 severity="note", code="hydra", key="defaults", place=place, message=message, fix="python SCRIPT --cfg job > resolved.yaml"
             )
+
+
+_BUILT_ON = ("extends", "inherits", "inherit_from", "base", "base_config", "_base_", "include", "includes", "parent", "defaults")
+_YAML = re.compile(r"\.ya?ml$")
 
 
 def _unusable(found: list[FoundProblem]) -> Iterator[FoundProblem]:

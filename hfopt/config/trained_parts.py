@@ -6,6 +6,7 @@ Sources: llamafactory 0.9.5 (hparams/finetuning_args.py, model/adapter.py) and p
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +165,7 @@ class TuningMethod:
 def tuning_method(facts: Facts, *, factory: bool) -> TuningMethod:
     kind = (facts.text("finetuning_type") or "").lower() if factory else ""
     peft_type = (facts.text("peft_type", "peft_method", "tuner_type") or "").lower().replace("-", "_")
+    peft_type = next((word for word in (peft_type, *_method_words(facts)) if word in _OF_PROMPTS | _OF_ADAPTERS | _OF_ROTATIONS), peft_type)
     optimizers = tuple(f"{key}: {words}" for key, words in _OPTIMIZERS.items() if facts.true(key))
     if is_unsloth(facts) and not facts.true("use_unsloth", "unsloth"):  # those keys have a sentence of their own
         optimizers = (*optimizers, _UNSLOTH)
@@ -288,17 +290,22 @@ def states_rank(facts: Facts) -> bool:
 
 
 _RANKS = ("lora_r", "lora_rank", "peft_lora_r", "peft_lora_rank", "peft_r")  # peft_*: zephyr's first recipes
-_LORA_WORDS, _FULL_WORDS = frozenset({"lora", "qlora", "dora", "rslora"}), frozenset({"full", "full_finetune", "full_finetuning"})
+_LORA_WORDS, _FULL_WORDS = (
+    frozenset({"lora", "qlora", "dora", "rslora"}),
+    frozenset({"full", "full_finetune", "full_finetuning", "full_ft", "fft", "full_fine_tuning", "full_fine_tune", "full_parameter"}),
+)
 
 
 def method_word(facts: Facts) -> str:
     """`method: qlora`, `training_type: full`: how a script's file says what trains."""
-    for _, value in facts.all(
-        "peft_method", "peft_type", "training_type", "tuning_method", "finetuning_method", "finetune_type", "method", "adapter"
-    ):
-        if isinstance(value, str) and (word := value.lower().replace("-", "_")) in _LORA_WORDS | _FULL_WORDS:
-            return word
-    return ""
+    return next((word for word in _method_words(facts) if word in _LORA_WORDS | _FULL_WORDS), "")
+
+
+def _method_words(facts: Facts) -> Iterator[str]:
+    keys = ("peft_method", "peft_type", "training_type", "tuning_method", "finetuning_method", "finetune_type", "method", "adapter")
+    for _, value in facts.all(*keys, "adapter_type", "train_method", "training_method", "technique"):
+        if isinstance(value, str):
+            yield re.sub(r"[-\s]", "_", value.lower())
 
 
 LORA_SECTIONS = ("lora", "lora_config", "peft", "peft_config", "lora_args", "loraarguments", "adapter", "qlora")

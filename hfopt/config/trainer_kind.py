@@ -123,6 +123,19 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     return (by_path or "SFT") if _of_a_trl_script(facts, data, said=by_path is not None) else "Trainer"
 
 
+def names_trainer(facts: Facts, trainer: TrainerKind) -> bool:
+    """The file itself says which: by name, by a key that only its config has, or, of a plain Trainer, by saying nothing of another."""
+    if trainer in ("Trainer", "Seq2SeqTrainer"):
+        return True
+    stage = (facts.text(*_STATED_BY) or "").lower()
+    named = any(word in stage and kind == trainer for word, kind in _NAMED.items())
+    return (
+        named
+        or any(kind == trainer and facts.has(*keys) for kind, keys in _OWN_KEYS)
+        or _LOSSES.get(str(facts.get("loss_type"))) == trainer
+    )
+
+
 def _by_section(data: Mapping[Any, Any]) -> TrainerKind | None:
     """A section of the method's own (`training: {grpo: {group_size: 4}}`), where there is one alone."""
     inner = [value for value in data.values() if isinstance(value, Mapping)]
@@ -348,4 +361,23 @@ def _task_of(text: str) -> Task | None:
     if (of_class := re.fullmatch(r"(\w+?)forconditionalgeneration", text.lower())) is not None:
         return next((task for words, task in _GENERATING if words.match(of_class[1])), None)
     word = re.sub(r"[^a-z0-9]", "", text.lower().rsplit("modelfor", 1)[-1].rsplit("for", 1)[-1])
-    return _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
+    named = _TASKS.get(word) or _TASKS.get(re.sub(r"[^a-z0-9]", "", text.lower()))
+    return named or (_TASKS[found[1].lower()] if (found := _OWN_CLASS.fullmatch(text)) is not None else None)
+
+
+_OWN_CLASS = re.compile(
+    r"\w+?For((?:Causal|Masked)LM|Seq2SeqLM|(?:Sequence|Token|Image|Audio|Video)Classification|QuestionAnswering"
+    r"|SemanticSegmentation|ObjectDetection)\w+"
+)
+"""A script's class made from one of transformers': RobertaForSequenceClassificationWithLstm."""
+
+
+def own_class_notes(facts: Facts) -> tuple[str, ...]:
+    """What a script's class adds to the head that its name says is not known here."""
+    stated = ((key, one) for key in ("model_class", "architectures", "architecture") for one in _strings(facts.get(key)))
+    found = next(((key, one) for key, one in stated if _OWN_CLASS.fullmatch(one)), None)
+    return (
+        ()
+        if found is None
+        else (f"{found[0]}: {found[1]} is a class of the script's own: what it adds to the usual head is not in the figures",)
+    )

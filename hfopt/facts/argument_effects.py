@@ -186,12 +186,19 @@ def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
     for key, value in args.items():
         found = effects().get(key)
         field = fields.get(key)
-        if found is not None and found.effect == "named" and value not in (None, "", [], {}) and not _default(field, value):
+        set_otherwise = value not in (None, "", [], {}) and not _default(field, value)
+        if found is not None and found.effect == "named" and set_otherwise and not _is_idle(key, args):
             yield f"{key}: {_shown(value)} is set; {found.why}"
     for key, options, why in _NAMED_OPTIONS:
         inside = args.get(key)
         if isinstance(inside, Mapping) and not (key == "fsdp_config" and args.get("gradient_checkpointing")):  # then it is in the figures
             yield from (f"{key}: {option} is set; {why}" for option in options if inside.get(option))
+
+
+def _is_idle(key: str, args: Mapping[str, Any]) -> bool:
+    """Only read where another argument is on, and that is off."""
+    switch = "use_vllm" if key.startswith("vllm_") else "use_liger_kernel" if key == "liger_kernel_config" else None
+    return switch is not None and args.get(switch) is not True
 
 
 _NAMED_OPTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (

@@ -67,6 +67,8 @@ class Subject:
         meant = self.job.for_transformers
         if meant is not None:
             device = (Assumption(what="transformers", value=f"{meant} for the file, {installed().version} for the figures"), *device)
+        if self.job.guessed_trainer:
+            device = (*device, Assumption(what="trainer", value=f"TRL's {self.job.trainer}Trainer", guessed=True, settle="method"))
         if self.loaded is not None and BATCH not in self.job.raw:
             size_of_batch = f"{self.job.per_device_batch}, the Trainer's own"
             device = (*device, Assumption(what="batch", value=size_of_batch, guessed=True, settle=BATCH))
@@ -292,7 +294,9 @@ def _errors(loaded: Loaded, as_written: Loaded) -> tuple[list[Problem], tuple[st
     names = DECISIVE | {home.key for key, home in loaded.homes.items() if key in DECISIVE}
     decisive = [problem for problem in errors if problem.key is None or problem.key in names]
     others = [problem for problem in errors if problem not in decisive]
-    others += [problem for problem in left if problem.code in ("not_divisible", "hydra")]  # of the devices named; of files not read
+    others += [
+        problem for problem in left if problem.code in ("not_divisible", "hydra", "builds_on")
+    ]  # of the devices named; of files not read
     return decisive, tuple(dict.fromkeys(f"line {p.place.line}: {p.message}" if p.place else p.message for p in others))
 
 

@@ -202,6 +202,7 @@ class TrainJob:
     world_size: int = 1  # data-parallel ranks
     for_transformers: str | None = None  # the version that will read the file; None: the installed one
     uses_trl: bool = False  # TRL's own trainer, not another tool's of the same kind
+    guessed_trainer: bool = False  # nothing in the file names it: a section, the path or a preference loss does
     own_script: bool = False  # it has keys that the parser of `trl` does not take: another program reads it
     tool: str | None = None  # whose file it is, where it is no file of transformers or TRL
     kept: frozenset[str] = frozenset()  # keys the user asked to leave alone

@@ -1,0 +1,120 @@
+"""Files that a script of one's own reads: what their words mean, what of them is a guess, and what no figure shows is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from hfopt.config.read_job import Loaded, load_bytes
+from hfopt.facts.argument_effects import unseen
+from hfopt.schema import TrainJob
+
+LLAMA = "model:\n  name: meta-llama/Llama-3.2-1B\n"
+TRAINING = "training:\n  per_device_train_batch_size: 4\n  learning_rate: 1.0e-4\n"
+
+
+def loaded(text: str, *, has_bf16: bool = True) -> Loaded:
+    return load_bytes(text.encode(), "c.yaml", has_bf16=has_bf16)
+
+
+def job_of(text: str, *, has_bf16: bool = True) -> TrainJob:
+    job = loaded(text, has_bf16=has_bf16).job
+    assert job is not None
+    return job
+
+
+@pytest.mark.parametrize("key", ["mixed_precision", "use_amp", "amp"])
+def test_mixed_precision_without_a_type_is_that_of_the_card_and_said(key: str) -> None:
+    text = f"{LLAMA}{TRAINING}system:\n  {key}: true\n"
+    assert job_of(text).settings.precision == "bf16"
+    assert job_of(text, has_bf16=False).settings.precision == "fp16"
+    assert job_of(text).model.notes == (f"{key}: true does not say in which type: bf16 is planned (bf16: true or fp16: true says it)",)
+
+
+def test_mixed_precision_beside_its_type_is_that_type() -> None:
+    stated = job_of(f"{LLAMA}{TRAINING}  fp16: true\nsystem:\n  mixed_precision: true\n")
+    assert stated.settings.precision == "fp16"
+    assert stated.model.notes == ()
+    assert job_of(f"{LLAMA}{TRAINING}system:\n  mixed_precision: false\n").settings.precision == "fp32"
+
+
+@pytest.mark.parametrize("word", ["val_ratio: 0.1", "validation_split_ratio: 0.05", "val_size: 200"])
+def test_samples_held_back_beside_eval_steps_are_an_evaluation(word: str) -> None:
+    steps = f"{LLAMA}{TRAINING}  eval_steps: 50\n"
+    assert job_of(f"{steps}data:\n  {word}\n").raw["eval_strategy"] == "steps"
+    assert "eval_strategy" not in job_of(f"{steps}data:\n  {word.split(':')[0]}: 0\n").raw
+
+
+def test_a_class_of_the_scripts_own_has_the_head_that_its_name_says() -> None:
+    own = job_of(f"model_name_or_path: roberta-base\narchitectures: RobertaForSequenceClassificationLstm\n{TRAINING}").model
+    assert own.task == "sequence_classification"
+    assert own.notes == (
+        "architectures: RobertaForSequenceClassificationLstm is a class of the script's own: what it adds to the usual head is not in the "
+        "figures",
+    )
+    usual = job_of(f"model_name_or_path: roberta-base\narchitectures: RobertaForSequenceClassification\n{TRAINING}").model
+    assert (usual.task, usual.notes) == ("sequence_classification", ())
+
+
+def test_a_trainer_that_only_a_section_names_is_a_guess() -> None:
+    assert job_of(f"sft:\n  model_name: meta-llama/Llama-3.2-1B\n{TRAINING}").guessed_trainer
+    assert not job_of(f"method: sft\n{LLAMA}{TRAINING}").guessed_trainer
+    assert not job_of(f"{LLAMA}{TRAINING}").guessed_trainer
+    assert not job_of("model_name_or_path: a/b\nnum_generations: 8\nper_device_train_batch_size: 8\nown: 1\n").guessed_trainer
+
+
+@pytest.mark.parametrize("kind", ["ia3", "vera", "lokr"])
+def test_an_adapter_of_another_kind_under_a_scripts_own_key(kind: str) -> None:
+    model = job_of(f"method: {kind}\n{LLAMA}{TRAINING}").model
+    assert model.stands_for == kind
+    assert model.lora is not None
+
+
+def test_prompts_and_whole_models_are_known_by_their_words() -> None:
+    assert job_of(f"method: prefix-tuning\n{LLAMA}{TRAINING}").model.stands_for == "prefix tuning"
+    assert job_of(f"method: full_ft\n{LLAMA}{TRAINING}lora:\n  r: 8\n").model.lora is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "bits"),
+    [
+        ("quantize: true\nbnb_4bit_quant_type: fp4", 4),
+        ("use_quantization: true", 4),
+        ("quantize: true\nllm_int8_threshold: 6.0", 8),
+        ("quantize: false\nbnb_4bit_quant_type: fp4", None),
+        ("quantize: true\nload_in_8bit: true", 8),
+    ],
+)
+def test_weights_that_a_switch_packs(lines: str, bits: int | None) -> None:
+    found = job_of(f"{lines}\n{LLAMA}{TRAINING}lora:\n  r: 8\n").model.quantization
+    assert (None if found is None else found.bits) == bits
+
+
+def test_a_deepspeed_config_beside_the_arguments_counts() -> None:
+    zero = "deepspeed:\n  zero_optimization:\n    stage: 2\n"
+    assert job_of(f"{LLAMA}{TRAINING}{zero}").raw["deepspeed"] == {"zero_optimization": {"stage": 2}}
+
+
+def test_a_model_that_stands_in_a_section_beside_is_named() -> None:
+    beside = "reward_model:\n  model_name: org/rm\n"
+    (said,) = loaded(f"{LLAMA}{TRAINING}{beside}").unread
+    assert said == "reward_model: org/rm is set; what another model than the trained one holds on the card is not in the figures"
+
+
+def test_files_that_a_file_builds_on_are_named() -> None:
+    for line in ("extends: base.yaml", "defaults: base.yaml", "_base_: [base.yaml, ../lora.yml]"):
+        (problem,) = [one for one in loaded(f"{line}\n{LLAMA}{TRAINING}").problems if one.code == "builds_on"]
+        assert problem.message.startswith("the file builds on base.yaml")
+    assert not [one for one in loaded(f"base: meta-llama/Llama-3.2-1B\n{TRAINING}").problems if one.code == "builds_on"]
+
+
+def test_what_a_switch_that_is_off_reads_is_not_named() -> None:
+    options = {"liger_kernel_config": {"rope": True}, "use_liger_kernel": False}
+    assert list(unseen(options, "Trainer")) == []
+    (said,) = unseen({**options, "use_liger_kernel": True}, "Trainer")
+    assert said.startswith("liger_kernel_config")
+
+
+def test_groups_of_completions_are_no_ppo() -> None:
+    group = f"grpo:\n  group_size: 8\n  total_episodes: 1000\n{LLAMA}{TRAINING}"
+    assert job_of(group).model.beyond is None
+    assert job_of(f"ppo:\n  total_episodes: 1000\n{LLAMA}{TRAINING}").model.beyond is not None
