@@ -6,6 +6,7 @@ theirs (split arguments); others that set the same keys are rivals (profiles), a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,9 @@ def find(document: Document, present: Installed, section: str | None) -> Section
         return SectionLayout(main=None)
     best = max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
     best = next((other for other in found if _inside(best, other) and _share(best, other)), best)  # what holds it comes first
+    if any(not _is_aside(one) for one in found):
+        found = [one for one in found if not _is_aside(one)]
+        best = best if best in found else max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
     rivals = [other for other in found if other is not best and _share(other, best)]
     if not rivals:
         return SectionLayout(main=best, added=_adding(best, on or candidates))
@@ -161,6 +165,14 @@ def _score(path: NodePath, keys: Mapping[str, str]) -> int:
     if path and path[-1].lower() in _SECTION_NAMES:
         score += 2
     return score
+
+
+_ASIDE = frozenset({"valid", "val", "validation", "eval", "evaluation", "test", "testing", "infer", "inference", "predict", "prediction"})
+
+
+def _is_aside(section: Section) -> bool:
+    """Settings for what comes beside the training (`valid_param: {batch_size: 64}`): never its rival."""
+    return bool(section.path) and bool(_ASIDE & set(re.split(r"[\W_]+", section.path[-1].lower())))
 
 
 def _share(one: Section, other: Section) -> bool:

@@ -39,7 +39,7 @@ from hfopt.config.trained_parts import (
 )
 from hfopt.config.trainer_kind import own_class_notes, read_task
 from hfopt.facts.training_keys import installed, trl_default
-from hfopt.schema import Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
+from hfopt.schema import GENERATING, Assumption, DataSpec, EvaluationSpec, Lora, ModelSpec, Quantization, TrainerKind
 
 Trainer = TrainerKind
 
@@ -102,7 +102,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
 
 def _unsaid(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> tuple[str, ...]:
     """A precision that the file asks for without saying which."""
-    key = unsaid_mix(facts) if dialect_of(facts, trainer) is PLAIN else None
+    key = None if dialect_of(facts, trainer).own_reader else unsaid_mix(facts)
     kind = "bf16" if args.get("bf16") is True else "fp16" if args.get("fp16") is True else None
     if key is None or kind is None or facts.has("fp16", "bf16"):
         return ()
@@ -310,6 +310,8 @@ def read_data(facts: Facts, trainer: Trainer) -> DataSpec:
 
 def _packing(facts: Facts, trainer: Trainer) -> bool:
     """LLaMA-Factory packs for pre-training (`stage: pt`) unless it is told not to (hparams/data_args.py)."""
+    if trainer in GENERATING or (trainer not in ("SFT", "Trainer") and dialect_of(facts, trainer).name == TRL.name):
+        return False  # TRL packs nothing there, whatever a script's file says
     pretraining = is_llama_factory(facts) and facts.text("stage") == "pt" and not facts.false("packing")
     packed = facts.true("packing", "neat_packing", "sample_packing") or (trainer == "SFT" and facts.true("padding_free"))
     return packed or pretraining

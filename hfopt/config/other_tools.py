@@ -189,7 +189,7 @@ _MIXED: Mapping[str, str] = {
 """What scripts call mixed precision: accelerate's `mixed_precision`, Lightning's `precision`."""
 
 
-_MIXES = ("mixed_precision", "use_mixed_precision", "amp", "use_amp", "enable_amp")
+_MIXES = ("mixed_precision", "mix_precision", "use_mixed_precision", "amp", "use_amp", "enable_amp")
 
 
 def unsaid_mix(facts: Facts) -> str | None:
@@ -211,13 +211,15 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
     given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed")
     if "deepspeed" not in args and (_is_zero(given) or (isinstance(given, str) and given.endswith(".json"))):
         found["deepspeed"] = given
-    if dialect.name == TRL.name:
-        return found | _trl_defaults(fp16=args.get("fp16") is True) | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
-    found |= _of_seq2seq_script(facts, args)
-    mixed = _MIXED.get((facts.text("mixed_precision", "precision") or "").lower())
+    mixed = _MIXED.get((facts.text("mixed_precision", "mix_precision", "precision") or "").lower())
     if mixed is None and unsaid_mix(facts) is not None:
         mixed = "bf16" if has_bf16 else "fp16"
-    return found if mixed is None or {"fp16", "bf16"} & args.keys() else found | {mixed: True}
+    if mixed is not None and not {"fp16", "bf16"} & args.keys():
+        found[mixed] = True
+    if dialect.name == TRL.name:
+        defaults = _trl_defaults(fp16=args.get("fp16") is True or found.get("fp16") is True)
+        return defaults | found | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
+    return found | _of_seq2seq_script(facts, args)
 
 
 def _is_zero(config: Any) -> bool:

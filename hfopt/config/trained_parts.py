@@ -166,6 +166,8 @@ def tuning_method(facts: Facts, *, factory: bool) -> TuningMethod:
     kind = (facts.text("finetuning_type") or "").lower() if factory else ""
     peft_type = (facts.text("peft_type", "peft_method", "tuner_type") or "").lower().replace("-", "_")
     peft_type = next((word for word in (peft_type, *_method_words(facts)) if word in _OF_PROMPTS | _OF_ADAPTERS | _OF_ROTATIONS), peft_type)
+    if not peft_type:
+        peft_type = next((word for word in sorted(_OF_PROMPTS | _OF_ADAPTERS | _OF_ROTATIONS) if facts.true(f"use_{word}")), "")
     optimizers = tuple(f"{key}: {words}" for key, words in _OPTIMIZERS.items() if facts.true(key))
     if is_unsloth(facts) and not facts.true("use_unsloth", "unsloth"):  # those keys have a sentence of their own
         optimizers = (*optimizers, _UNSLOTH)

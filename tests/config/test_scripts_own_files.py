@@ -118,3 +118,25 @@ def test_groups_of_completions_are_no_ppo() -> None:
     group = f"grpo:\n  group_size: 8\n  total_episodes: 1000\n{LLAMA}{TRAINING}"
     assert job_of(group).model.beyond is None
     assert job_of(f"ppo:\n  total_episodes: 1000\n{LLAMA}{TRAINING}").model.beyond is not None
+
+
+def test_mixed_precision_of_a_script_stands_before_the_defaults_of_trl() -> None:
+    dpo = f"{LLAMA}{TRAINING}  beta: 0.1\n  loss_type: sigmoid\n  max_prompt_length: 64\n"
+    assert job_of(dpo).settings.precision == "bf16"
+    assert job_of(f"{dpo}hardware:\n  mixed_precision: fp16\n").settings.precision == "fp16"
+
+
+def test_only_samples_that_are_there_before_training_are_packed() -> None:
+    assert job_of(f"packing: true\n{LLAMA}{TRAINING}").data.packing
+    assert not job_of(f"packing: true\nnum_generations: 4\n{LLAMA}{TRAINING}").data.packing
+
+
+def test_an_adapter_that_a_switch_turns_on() -> None:
+    assert job_of(f"use_ia3: true\n{LLAMA}{TRAINING}").model.stands_for == "ia3"
+    assert job_of(f"use_ia3: false\n{LLAMA}{TRAINING}").model.lora is None
+
+
+def test_a_section_about_evaluation_is_no_profile() -> None:
+    sections = "train_param: {batch_size: 16, lr: 1.0e-4, epochs: 2}\nvalid_param: {batch_size: 64}\ninfer_param: {batch_size: 128}\n"
+    job = job_of(f"model_name: meta-llama/Llama-3.2-1B\n{sections}")
+    assert (job.section, job.per_device_batch) == (("train_param",), 16)
