@@ -84,7 +84,7 @@ def _figures(text: str) -> MemoryFigures:
     process = found["process"]
     if found["beside"] is not None and allocated is not None:
         process = allocated + found["beside"]
-    listed = _of_others(processes_of(text), reserved, process)
+    listed = _of_others(processes_of(text), reserved, process, found["total"])
     figures = MemoryFigures(
         requested_bytes=found["requested"],
         total_bytes=found["total"],
@@ -98,15 +98,16 @@ def _figures(text: str) -> MemoryFigures:
     return _with_rest(figures)
 
 
-def _of_others(listed: dict[int, int], reserved: int | None, process: int | None) -> int | None:
-    """In a container PyTorch does not know its own process in the list: it is the one that holds what was reserved, and its context."""
+def _of_others(listed: dict[int, int], reserved: int | None, process: int | None, total: int | None) -> int | None:
+    """In a container PyTorch does not know its own process in the list: it is the one that holds what was reserved, and its context, or
+    one for which there would be no room beside it."""
     if not listed:
         return None
     sizes = sorted(listed.values())
     if process is None and reserved is None and len(sizes) == 1:  # cut before it says what PyTorch holds
         return None
     if process is None and reserved is not None:
-        own = next((size for size in sizes if reserved <= size <= reserved + 2 * CONTEXT_BYTES), None)
+        own = next((size for size in sizes if reserved <= size <= reserved + 2 * CONTEXT_BYTES or size + reserved > (total or size)), None)
         if own is not None:
             sizes.remove(own)
     return sum(sizes)

@@ -31,7 +31,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     (
         "setup",
         r"deepspeed\.initialize\(|\|(?:_prepare_deepspeed|_configure_optimizer|_configure_zero_optimizer|_configure_distributed_model|set_device)\b"
-        r"|param_and_grad_buffer\.py\|",
+        r"|param_and_grad_buffer\.py\||deepspeed/runtime/zero/stage\w*\.py\|(?:__init__|_create_\w+|_setup_\w+)\b",
     ),
     (
         "evaluation",
@@ -78,7 +78,7 @@ _SIGNS: tuple[tuple[OomPhase, str], ...] = (
     ),
     (
         "loss",
-        r"\|(?!\w*compute_loss|\w*loss_(?:func|step)\b)\w*(?:loss|cross_entropy|log_softmax|logsumexp|logps|log_?probs?|entropy)\w*|\w*(?:loss|cross_entropy)\w*\.py\|"
+        r"\|(?!\w*compute_loss|\w*loss_(?:func|step)\b)\w*(?:loss|cross_entropy|log_softmax|logsumexp|logps|log_?probs?|entropy)\w*|\w*(?:loss|cross_entropy)\w*(?:/\w+)?\.py\|"
         r"|logits\.float\(\)|logits = logits|output\.float\(\), labels|logits\.clone\(\)|logits\.to\("
         r"|cross_entropy\w*\(|log_softmax\(|loss_fct\(|criterion\(|self\.lm_head\(|lm_head\(hidden",
     ),

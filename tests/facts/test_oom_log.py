@@ -126,6 +126,19 @@ def test_phase_and_cause_are_those_of_the_thread(log: dict[str, Any]) -> None:
             "device_full",
             "setup",
         ),
+        (
+            'Traceback (most recent call last):\n  File "/env/deepspeed/runtime/zero/stage3.py", line 620, in _create_fp32_partitions\n'
+            "    self.fp32_groups.append(unpinned_buffer.pin_memory())\nRuntimeError: CUDA error: out of memory",
+            "host",
+            "setup",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "/w/trainer.py", line 450, in run_training\n    l = self.distil(output, target)\n'
+            '  File "/w/loss_functions/deep_supervision.py", line 88, in forward\n    d = self.pool(x, y)\n'
+            "RuntimeError: CUDA out of memory. Tried to allocate 320.00 MiB",
+            "device_full",
+            "loss",
+        ),
     ],
 )
 def test_forms_that_schedulers_shells_and_libraries_have(text: str, cause: str, phase: str) -> None:
