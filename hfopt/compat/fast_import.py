@@ -4,7 +4,9 @@ Only for a process of our own, before anything of transformers' models is import
 
 transformers' models import DTensor, Inductor behind it, Triton and Dynamo, and use none of them on one device in eager mode. They are
 imported as on a torch without `torch.distributed`, which transformers supports; and `torch._dynamo` is a stand-in that answers what eager
-code asks of it (`disable`: a function that is never compiled is itself) and becomes the real package when anything else is asked.
+code asks of it (`disable`: a function that is never compiled is itself) and becomes the real package when anything else is asked. So are
+symbolic shapes, which bring sympy, while all sizes are numbers; flex attention, until it is called; and the wrappers of several devices,
+which a model on one is not.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 _DYNAMO = "torch._dynamo"
+_FLEX = "torch.nn.attention.flex_attention"
+_SHAPES, _FUNCTIONS = "torch.fx.experimental.symbolic_shapes", "torch.utils._sympy.functions"
 _MODELS = "transformers.modeling_utils"
 _LOSSES = "transformers.loss.loss_utils"
 _TRAINER = "transformers.trainer"
@@ -46,11 +51,14 @@ def lean_imports() -> Iterator[None]:
 def spare_dynamo(*, one_device: bool = False) -> None:
     """Puts stand-ins for torch's compiler in front of it: what asks more of it than to leave eager code alone gets the real one.
 
-    `one_device`: and for DTensor, which autograd asks for (torch/csrc/autograd/python_variable.cpp) though no tensor here is one.
+    `one_device`: and for DTensor, which autograd asks for (torch/csrc/autograd/python_variable.cpp) though no tensor here is one, and for
+    what a model would be wrapped in.
     """
     import_module("torch")
     for name, answers in (*_EAGER.items(), *(_UNSHARDED.items() if one_device else ())):
         stand_in(name, answers)
+    if _WholeFirst not in sys.meta_path:
+        sys.meta_path.insert(0, _WholeFirst)
     import_module(f"{_DYNAMO}.config")  # plain values, which checkpoints and fake tensors read
 
 
@@ -81,6 +89,36 @@ class _Later(ModuleType):
         return getattr(self, name)
 
 
+class _WholeFirst:
+    """Executes a package before a module of it that is imported by its own name, for those packages that do not stand it otherwise."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        package = next((one for one in _WHOLE if name.startswith(f"{one}.")), None)
+        if package is None or not isinstance(sys.modules.get(package), _Later):
+            return None
+        _execute(sys.modules[package])
+        there = sys.modules.get(name)
+        if there is None:
+            return None
+        there.__spec__ = ModuleSpec(name, _There(there))  # the package has imported it itself: importlib goes by the module's own
+        return there.__spec__
+
+
+class _There(Loader):
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
+
+
+_WHOLE = ("sympy", "deepspeed", "torch.distributed.fsdp")
+
+
 def _execute(module: ModuleType | None) -> None:
     if isinstance(module, _Later) and module.__spec__ is not None and module.__spec__.loader is not None:
         for name, inside in list(sys.modules.items()):
@@ -88,6 +126,40 @@ def _execute(module: ModuleType | None) -> None:
                 inside.__dict__[_ANSWERS] = {}  # the real package wants the real ones of its own modules
         module.__class__ = ModuleType  # type: ignore[assignment]
         module.__spec__.loader.exec_module(module)
+
+
+def _called_later(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module that is not executed before it is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _execute(sys.modules[module])
+        return getattr(sys.modules[module], name)(*args, **kwargs)
+
+    return call
+
+
+def _of_numbers(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """What symbolic shapes answer where all is numbers already."""
+    otherwise = _called_later(_SHAPES, name)
+
+    def call(*values: Any, **options: Any) -> Any:
+        return answer(*values) if all(map(_is_plain, values)) else otherwise(*values, **options)
+
+    return call
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (bool, int):
+        return True
+    numbers = (*value.shape, *value.stride()) if hasattr(value, "stride") else value  # of a tensor
+    return isinstance(numbers, (tuple, list)) and all(type(one) is int for one in numbers)
+
+
+class _Named(type):
+    """A class of which whatever has its name is an instance: those of the real one, once there are any."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return type(value).__name__ == cls.__name__
 
 
 def _itself(function: Any = None, recursive: bool = True, **_: Any) -> Any:
@@ -112,26 +184,36 @@ _EAGER: Mapping[str, Mapping[str, Any]] = {
         "ConstantSource": _Source,
         **{name: type(name, (_Source,), {}) for name in ("RandomValueSource", "CallMethodItemSource", "FloatTensorSource")},
     },
+    "sympy": {"Basic": type("Basic", (), {})},
+    _FUNCTIONS: {"Max": _called_later(_FUNCTIONS, "Max")},
+    _SHAPES: {
+        **{name: _of_numbers(name, lambda value, *_: value) for name in ("expect_true", "guarding_hint_or_throw")},
+        **{name: _of_numbers(name, bool) for name in ("guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")},
+        "compute_unbacked_bindings": _called_later(_SHAPES, "compute_unbacked_bindings"),
+        "free_unbacked_symbols": _of_numbers("free_unbacked_symbols", lambda value: set()),
+        "has_free_unbacked_symbols": _of_numbers("has_free_unbacked_symbols", lambda value: False),
+        "has_guarding_hint": _of_numbers("has_guarding_hint", lambda value: True),
+        **{name: _of_numbers(name, lambda value: False) for name in ("is_nested_int", "is_symbolic")},
+        "sym_and": _of_numbers("sym_and", lambda *values: all(values)),
+        "sym_or": _of_numbers("sym_or", lambda *values: any(values)),
+        "sym_eq": _of_numbers("sym_eq", lambda one, other: tuple(one) == tuple(other) if isinstance(one, (tuple, list)) else one == other),
+    },
+    _FLEX: {
+        "BlockMask": _Named("BlockMask", (), {}),
+        "_DEFAULT_SPARSE_BLOCK_SIZE": 128,
+        **{name: _called_later(_FLEX, name) for name in ("flex_attention", "create_block_mask", "AuxRequest")},
+    },
 }
-_UNSHARDED: Mapping[str, Mapping[str, Any]] = {"torch.distributed.tensor": {"DTensor": type("DTensor", (), {})}}
-"""What names of torch's compiler come to where nothing is compiled (torch/_dynamo/decorators.py)."""
-
-
-def spare_second_look() -> None:
-    """transformers reads all its models' files for their names, and again for `transformers.models`: the same answer, found once."""
-    transformers = import_module("transformers")
-    helpers = import_module("transformers.utils.import_utils")
-    look = getattr(helpers, "create_import_structure_from_path", None)
-    if look is None or not hasattr(look, "cache_info") or "transformers.models" in sys.modules:
-        return
-    folder = Path(str(transformers.__file__)).parent / "models"
-    setattr(  # noqa: B010 - a module's own helper
-        helpers, "create_import_structure_from_path", lambda path: look(folder if path == str(folder / "__init__.py") else path)
-    )
-    try:
-        import_module("transformers.models")
-    finally:
-        setattr(helpers, "create_import_structure_from_path", look)  # noqa: B010
+"""What names of torch's compiler come to where nothing is compiled (torch/_dynamo/decorators.py), where all sizes are numbers
+(torch/fx/experimental/symbolic_shapes.py), and where flex attention is imported and not used."""
+_SHARDED = "torch.distributed.fsdp"
+_UNSHARDED: Mapping[str, Mapping[str, Any]] = {
+    "torch.distributed.tensor": {"DTensor": type("DTensor", (), {})},
+    _SHARDED: {},
+    f"{_SHARDED}.fully_sharded_data_parallel": {"FullyShardedDataParallel": type("FullyShardedDataParallel", (), {})},
+    "deepspeed": {"DeepSpeedEngine": type("DeepSpeedEngine", (), {})},
+}
+"""Whether a model is wrapped for several devices is asked of these (accelerate/utils/other.py); one on one device is not."""
 
 
 def spare_scipy(*, one_device: bool = False) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from hfopt.config.training_arguments import kin, same, spelled_float
+from hfopt.config.argument_values import same, spelled_float
+from hfopt.config.training_arguments import kin
 from hfopt.config.yaml_document import Document, Node, NodePath, Use, YamlEntry
 from hfopt.errors import ConfigError
 

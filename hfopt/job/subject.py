@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_second_look
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy
+from hfopt.compat.model_names import spare_other_models
 from hfopt.compat.versions import attention_names, module_names
 from hfopt.config.deepspeed_json import by_its_name, config_mapping, is_missing, zero_defaults
 from hfopt.config.lookup import model_named_in, named_beside
@@ -24,13 +25,12 @@ from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import stand_in
 from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named
-from hfopt.job.request import Request
+from hfopt.job.request import NamedHost, Request, named_host, with_host
 from hfopt.memory.counted_step import FirstAnswer, first_answer
 from hfopt.memory.trace_store import before_tracing, begin_tracing
 from hfopt.model.sources import find_here
 from hfopt.model.stored_workload import kept_workload
 from hfopt.schema import Assumption, Change, DataSpec, Hardware, Problem, TrainJob, Workload
-from hfopt.speed.calibration import NamedHost, named_host, with_host
 from hfopt.store import default_store
 from hfopt.units import GIB
 
@@ -370,7 +370,7 @@ def _built(job: TrainJob, *, layers: int | None = None, lean: bool = False) -> W
     with lean_imports() if lean else nullcontext():
         if lean:
             spare_dynamo(one_device=job.world_size == 1)
-            spare_second_look()
+            spare_other_models()
             spare_scipy(one_device=job.world_size == 1)
             if job.model.lora is not None or job.model.quantization is not None:
                 spare_inductor()

@@ -72,13 +72,17 @@ def _active_fake_mode() -> FakeTensorMode | None:
 
 
 _LARGE = 2**27  # elements; no model keeps a buffer of that size
+_DRAWS = frozenset(("normal_", "uniform_", "kaiming_uniform_"))  # of tensors and of torch.nn.init, whose functions transformers replaces
 
 
 class _LargeOnMeta(TorchFunctionMode):  # type: ignore[misc]
-    """What is large enough to be a weight alone is never held, nor filled with zeros: experts are gigabytes a layer."""
+    """What is large enough to be a weight alone is never held, nor filled with zeros: experts are gigabytes a layer. Nor are weights drawn
+    that hold nothing: on the meta device it is a decomposition in Python, half of the time that building takes."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        if getattr(func, "__name__", None) in _DRAWS and (drawn := args[0] if args else options["tensor"]).device.type == "meta":
+            return drawn
         if func is torch.empty or func is torch.zeros:
             on_meta = func(*args, **{**options, "device": "meta"})
             if on_meta.numel() >= _LARGE:

@@ -41,7 +41,7 @@ from hfopt.pricing.trace_ahead import Estimator, kept_traces
 from hfopt.schema import Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
-TryOne = Callable[[Candidate, EvaluationPeak | None], Trial | None]
+TryOne = Callable[[Candidate, EvaluationPeak | None, Callable[[], object]], Trial | None]
 OwnPrice = Callable[[str], None]
 
 
@@ -150,7 +150,7 @@ def _planned(
         return None
     evaluation = first_evaluation(subject, pricing, on_gpu=device.gpu is not None)
     first = likely(pool, device, current)
-    pricing.expect(first, [] if evaluation is None else [evaluation.expected(first[0])])
+    pricing.expect(first, () if evaluation is None else evaluation.expected(first[0], current))
     pricing.time(current)  # the config's own trace is needed in any case, and bounds what shares it
     before = pricing.memory(current), pricing.fits(current)
     priced(device.first_words(*before))
@@ -168,14 +168,6 @@ def _planned(
     if search.interrupted:
         evaluation = None
 
-    if run is None or search.interrupted:
-        result = Confirmed(found=found, verdict=Tried(chosen=0, trial=None), winner=found.ranked[0])
-    else:
-
-        def tried(candidate: Candidate) -> Trial | None:
-            return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0])
-
-        result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
     planning = Planning(
         subject=subject,
         request=request,
@@ -186,14 +178,27 @@ def _planned(
         current=current,
         before=before,
         feeding=feeding,
-        result=result,
+        result=Confirmed(found=found, verdict=Tried(chosen=0, trial=None)),
         neutrality=search.neutrality,
         evaluation=evaluation,
     )
+    if run is not None and not search.interrupted:
+
+        def tried(candidate: Candidate) -> Trial | None:
+            return run(candidate, None if evaluation is None else evaluation.planned(candidate)[0], partial(_ask_ahead, planning))
+
+        result = confirmed(found, searched, pricing, tried, timed_from=current if device.gpu is None else None)
+        planning = replace(planning, result=result, neutrality=search.neutrality)
     made = conclude(planning)
     if search.interrupted:
         made = replace(made, facts=replace(made.facts, warnings=(*made.facts.warnings, search.interrupted)))
     return made
+
+
+def _ask_ahead(planning: Planning) -> None:
+    """While the winner is tried elsewhere: what a conclusion traces and replays is at hand afterwards. A trial may correct its answers, so
+    they are not kept."""
+    conclude(replace(planning, evaluation=None if planning.evaluation is None else planning.evaluation.aside()))
 
 
 def _is_crowded(subject: Subject, device: TargetDevice, pricing: Pricing, pool: Sequence[Candidate]) -> bool:

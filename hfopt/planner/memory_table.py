@@ -190,8 +190,7 @@ def memory_table(
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu))
-    named += compile_note(subject, gpu) if job.settings.torch_compile else ()
+    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu), *compile_note(subject, gpu))
     kernels = missing_kernels(gpu, torch_build())
     notes = [
         *(() if kernels is None else (str(kernels),)),
@@ -240,7 +239,7 @@ def memory_table(
         rows=tuple(rows),
         largest=largest,
         seconds=seconds,
-        assumed=(*assumed, *((compile_assumed(compiled),) if own.torch_compile else ())),
+        assumed=(*assumed, *compile_assumed(own, compiled)),
         notes=tuple(notes),
         evaluation=evaluation,
     )

@@ -195,8 +195,12 @@ MOST_ROUNDS = 2
 class Confirmed:
     found: SearchResult
     verdict: Tried
-    winner: tuple[Candidate, StepTime]  # of `found.ranked`, the one that `verdict` chose
     correction: Correction | None = None
+
+    @property
+    def winner(self) -> tuple[Candidate, StepTime]:
+        assert self.verdict.chosen is not None
+        return self.found.ranked[self.verdict.chosen]
 
 
 def confirmed(
@@ -213,7 +217,7 @@ def confirmed(
         if not again.ranked:
             break
         if again.ranked[0][0] == state.winner[0]:
-            return replace(state, found=again, verdict=replace(state.verdict, chosen=0), winner=again.ranked[0])
+            return replace(state, found=again, verdict=replace(state.verdict, chosen=0))
         retried = _tried(again, pricing, run, timed_from)
         runs = state.verdict.runs + retried.verdict.runs
         failed = (*state.verdict.failed, *retried.verdict.failed)
@@ -241,7 +245,7 @@ def _tried(found: SearchResult, pricing: Pricing, run: Run, timed_from: Candidat
             hint="free memory on the device, leave more of it with --headroom, or see --allow",
         )
     correction = pricing.compare(trial) if trial is not None and trial.outcome == "ok" else None
-    return Confirmed(found=found, verdict=verdict, winner=found.ranked[verdict.chosen], correction=correction)
+    return Confirmed(found=found, verdict=verdict, correction=correction)
 
 
 Where = Literal["cuda", "cpu", "virtual"]
@@ -284,6 +288,7 @@ class Tryout:
         self._where: Where | None = None
         self._gpu: Gpu | None = None
         self._ready: Prepared | None = None
+        self._used: list[Prepared] = []  # a rehearsal's process ends while its answer is read
         self._goes = False  # trials are worth their import
 
     def prepare(self, job: TrainJob, hardware: Hardware) -> None:
@@ -307,7 +312,10 @@ class Tryout:
         except VirtualGpuError as error:
             self._where, self.note = None, f"not rehearsed: {error}"
 
-    def __call__(self, candidate: Candidate, evaluation: EvaluationPeak | None = None) -> Trial | None:
+    def __call__(
+        self, candidate: Candidate, evaluation: EvaluationPeak | None = None, meanwhile: Callable[[], object] = lambda: None
+    ) -> Trial | None:
+        """`meanwhile` is called while a rehearsal runs; on a device that is here steps are timed, and nothing else is done."""
         if self._where is None:
             return None
         if self._where == "virtual" and (own := _own_kernels(candidate)) is not None:
@@ -327,10 +335,13 @@ class Tryout:
         self._progress(f"trying {candidate.per_device_batch} × {candidate.accumulation} on {device}{virtual}")
         ready, self._ready = self._ready or self._start(), None
         assert ready is not None
+        self._used.append(ready)
         try:
-            with ready:
-                trial = ready.run(candidate, evaluation=evaluation)
+            trial = ready.run(candidate, evaluation=evaluation, meanwhile=meanwhile if self._where == "virtual" else lambda: None)
+            if self._where != "virtual":
+                self.close()  # its memory is the next one's
         except KeyboardInterrupt:
+            self.close()
             self.note = f"interrupted: the best answer so far, not tried on {device}"
             self._where = None
             return None
@@ -342,9 +353,10 @@ class Tryout:
         return trial
 
     def close(self) -> None:
-        if self._ready is not None:
-            self._ready.close()
-            self._ready = None
+        for one in (*self._used, *([] if self._ready is None else [self._ready])):
+            one.close()
+        self._used.clear()
+        self._ready = None
 
     def __enter__(self) -> Tryout:
         return self

@@ -35,7 +35,7 @@ from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hfopt.memory.curve import MemoryCurve
-    from hfopt.memory.evaluation import EvaluationCurve
+    from hfopt.memory.evaluation_curve import EvaluationCurve
 
 
 BATCH = EVALUATION_BATCH
@@ -139,6 +139,10 @@ class FirstEvaluation:
     def notes(self) -> tuple[str, ...]:
         return (*self.reading.notes, *([self.untraced] if self.untraced else []))
 
+    def aside(self) -> FirstEvaluation:
+        """With the same traces; its answers are its own."""
+        return replace(self, _peaks=dict(self._peaks), _planned=dict(self._planned))
+
     def as_configured(self, candidate: Candidate) -> EvaluationPeak | None:
         return self.peak(candidate, eval_batch_of(self.subject), self.reading.settings.accumulation_steps)
 
@@ -237,10 +241,12 @@ class FirstEvaluation:
             self._curves[key] = self._traced(key, self.pricing.estimate(candidate).curve.timeline.marks)
         return self._curves[key]
 
-    def expected(self, candidate: Candidate) -> Errand:
-        """Its trace, for a process that may make it before it is asked for."""
-        key = self._key(replace(candidate, torch_compile=False))
-        return ("evaluation", key), partial(trace_evaluation, self.subject, self.reading, *self.pricing.traced_as(key))
+    def expected(self, *candidates: Candidate) -> tuple[Errand, ...]:
+        """Their traces, for a process that may make them before they are asked for."""
+        keys = dict.fromkeys(self._key(replace(candidate, torch_compile=False)) for candidate in candidates)
+        return tuple(
+            (("evaluation", key), partial(trace_evaluation, self.subject, self.reading, *self.pricing.traced_as(key))) for key in keys
+        )
 
     def _key(self, candidate: Candidate) -> StepSettings:
         settings = self.pricing.settings(candidate)
@@ -297,7 +303,7 @@ def trace_evaluation(subject: Subject, reading: EvaluationReading, workload: Wor
     generation = reading.settings.generation
 
     def trace(whole: Workload) -> EvaluationCurve:
-        from hfopt.memory.evaluation import evaluation_curve
+        from hfopt.memory.evaluation_step import evaluation_curve
 
         preprocess = getattr(subject.trainer, "preprocess_logits_for_metrics", None)
         return evaluation_curve(whole, settings, generation=generation, preprocess=preprocess)

@@ -14,7 +14,8 @@ import json
 import os
 import pickle
 import sys
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -28,6 +29,7 @@ from hfopt.units import format_seconds
 from hfopt.virtual.environment import environment
 
 Device = Literal["cuda", "cpu", "virtual"]
+TOLD = "trial.json"  # what came of a dry run; whole once it is there
 COMPILE_ORDER = "order.pickle"  # where it lies in its folder, a child compiles steps and looks at them (compiled_worker.py)
 
 
@@ -171,13 +173,23 @@ class Prepared:
             stack.callback(self._running.end)
             self._stack = stack.pop_all()
 
-    def run(self, candidate: Candidate, *, evaluation: EvaluationPeak | None = None, timeout_s: float = 300.0) -> Trial:
+    def run(
+        self,
+        candidate: Candidate,
+        *,
+        evaluation: EvaluationPeak | None = None,
+        timeout_s: float = 300.0,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> Trial:
         """Real optimizer steps with full accumulation windows of the longest batch, then an evaluation where the job evaluates.
 
-        evaluation: what it evaluates with, when it is not the job's own.
+        evaluation: what it evaluates with, when it is not the job's own. meanwhile: called while it runs.
         """
         self._order.write(pickle.dumps((candidate, evaluation)))
-        ended = self._running.wait(timeout_s)
+        end_s = time.monotonic() + timeout_s
+        meanwhile()
+        told = (self._folder / TOLD).exists if self._device == "virtual" else None  # what a card holds is free once its process is gone
+        ended = self._running.wait(max(0.0, end_s - time.monotonic()), told)
         return Trial(device=self._device, candidate=candidate, **_facts(self._folder, ended, self._log, timeout_s))
 
     def close(self) -> None:
@@ -232,7 +244,7 @@ def _facts(folder: Path, ended: child_process.Ended, log: Path, timeout_s: float
     if ended.reason == "timeout":
         return {"outcome": "timeout", "message": f"its time limit is {format_seconds(timeout_s)}"}
     try:
-        facts: Mapping[str, Any] = json.loads((folder / "trial.json").read_text())
+        facts: Mapping[str, Any] = json.loads((folder / TOLD).read_text())
     except (OSError, ValueError):
         facts = {"outcome": "error", "message": _how_it_died(ended, log)}
     message = facts.get("message")

@@ -11,11 +11,14 @@ import os
 import pickle
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_second_look, spare_the_trainer
+from hfopt.compat.fast_import import lean_imports, spare_dynamo, spare_inductor, spare_scipy, spare_the_trainer
+from hfopt.compat.model_names import spare_other_models
 from hfopt.errors import HfoptError
-from hfopt.probe.dry_run import COMPILE_ORDER
+from hfopt.probe.dry_run import COMPILE_ORDER, TOLD
 from hfopt.schema import Candidate, EvaluationPeak
 
 
@@ -28,7 +31,7 @@ def _told(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
 
 def _compile(folder: Path) -> None:
     with lean_imports():
-        spare_second_look()
+        spare_other_models()
         spare_scipy(one_device=False)
         spare_the_trainer(adapters=True)
         from hfopt.probe import compiled_worker
@@ -44,7 +47,7 @@ def main(folder: Path) -> None:
     with lean_imports():
         if told["eager"]:
             spare_dynamo(one_device=True)
-        spare_second_look()
+        spare_other_models()
         spare_scipy(one_device=told["eager"])
         adapters = told["job"].model.lora is not None
         if adapters:
@@ -59,9 +62,15 @@ def main(folder: Path) -> None:
         facts = {"outcome": "error", "message": str(error)}
     except Exception as error:  # the parent tells it in one sentence; the traceback stays in its log
         facts = {"outcome": "error", "message": f"{type(error).__name__}: {training_steps.brief(error)}"}
-        (folder / "trial.json").write_text(json.dumps(facts))
+        _tell(folder, facts)
         raise
-    (folder / "trial.json").write_text(json.dumps(facts))
+    _tell(folder, facts)
+
+
+def _tell(folder: Path, facts: Mapping[str, Any]) -> None:
+    part = folder / f"{TOLD}.part"
+    part.write_text(json.dumps(facts))
+    part.rename(folder / TOLD)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ _FORWARDED = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _FROM_THE_TERMINAL = {"SIGINT", "SIGQUIT"}
 _ENDS = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
 _POLL_S = 1.0
+_LOOK_S = 0.01
 
 
 class Child:
@@ -190,14 +191,20 @@ class Running:
         self._process, self._folder, self._mark = process, folder, mark
         self._started = time.monotonic()
 
-    def wait(self, timeout_s: float | None = None) -> Ended:
-        """Its end; at the limit it is ended, with all it started."""
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.end()
-            return Ended(reason="timeout", returncode=-9, wall_s=time.monotonic() - self._started)
-        return _how_it_ended(self._folder, self._mark, time.monotonic() - self._started)
+    def wait(self, timeout_s: float | None = None, told: Callable[[], bool] | None = None) -> Ended:
+        """Its end, or that it has told what it had to. At the limit it is ended, with all it started."""
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while told is None or not told():
+            left_s = None if limit_s is None else limit_s - time.monotonic()
+            try:
+                self._process.wait(left_s if told is None else min(_LOOK_S, left_s or _LOOK_S))
+            except subprocess.TimeoutExpired:
+                if limit_s is None or time.monotonic() < limit_s:
+                    continue
+                self.end()
+                return Ended(reason="timeout", returncode=-9, wall_s=time.monotonic() - self._started)
+            return _how_it_ended(self._folder, self._mark, time.monotonic() - self._started)
+        return Ended(reason="exit", returncode=0, wall_s=time.monotonic() - self._started)
 
     def end(self) -> None:
         """Ends it if it still runs; may be called again. By a word: a fork that holds the pipe too keeps the end of file away."""

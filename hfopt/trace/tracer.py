@@ -33,9 +33,10 @@ from hfopt.errors import TraceError
 from hfopt.model.loading import card_loads
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_choices import cuda_rules, grouped_windows
-from hfopt.trace.events import Kernels, Trace
+from hfopt.trace.events import Trace
 from hfopt.trace.fake_tensors import FastFake, Values, attach
 from hfopt.trace.fused_head import tiled_heads
+from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.liger import use_liger
 from hfopt.trace.op_cost import cost
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, at_work
@@ -140,6 +141,7 @@ class Tracer:
         self._kernels = kernels
         self._cost = cost
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake_mode.cache_enabled = False  # FastFake has a cheaper one in front of it
         self._values = Values(self._fake_mode)
         self._run = FastFake(self._fake_mode)
         with self._fake_mode, self._recorder(Trace(0), self._values, kernels, self._run) as quiet, swaps_allowed():

@@ -59,9 +59,10 @@ assert torch.compile is compiles and "torch._inductor.compile_fx" not in sys.mod
 
 EAGER = """
 import sys
-from hfopt.compat.fast_import import spare_dynamo, spare_scipy, spare_second_look
+from hfopt.compat.fast_import import spare_dynamo, spare_scipy
+from hfopt.compat.model_names import spare_other_models
 spare_dynamo(one_device=True)
-spare_second_look()
+spare_other_models()
 spare_scipy(one_device=True)
 import torch
 from transformers import BertConfig, BertForSequenceClassification
@@ -90,19 +91,59 @@ assert issubclass(DTensor, torch.Tensor) and torch._dynamo.source.ConstantSource
 
 MODELS = """
 import sys
-from pathlib import Path
-from hfopt.compat.fast_import import spare_second_look
+from hfopt.compat.model_names import spare_other_models
+spare_other_models()
 import transformers
 from transformers.utils import import_utils
-look = import_utils.create_import_structure_from_path
-spare_second_look()
-assert import_utils.create_import_structure_from_path is look
-read = look.cache_info().misses
-first = import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
-assert look.cache_info().misses == read, "the models' files were read again"
-look.cache_clear(), import_utils.define_import_structure.cache_clear()
-assert first == import_utils.define_import_structure(str(Path(transformers.__file__).parent / "models" / "__init__.py"))
-from transformers.models.bert import BertConfig
+def listed(name):
+    return name in vars(transformers)["_class_to_module"]
+assert listed("AutoModel") and not listed("BertModel") and not listed("GPT2Model"), "the files of all models were read"
+from transformers import BertConfig, GPT2Config, AutoConfig
+assert listed("BertModel") and not listed("ViTModel") and not listed("PaddleOCRTextConfig")
+assert transformers.BertConfig is BertConfig and type(AutoConfig.for_model("bert")) is BertConfig
+from transformers import initialization
+assert not listed("ViTModel"), "a module is no model's name"
+assert not hasattr(transformers.models, "no_such_model") and not hasattr(transformers, "NoSuchModel")
+assert listed("ViTModel"), "what no folder's name begins is looked for in all of them"
+from transformers import ViTModel, BertTokenizerFast
+from transformers.models import bert
+"""
+
+
+SYMBOLS = """
+import sys
+from hfopt.compat.fast_import import spare_dynamo
+spare_dynamo(one_device=True)
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, _DEFAULT_SPARSE_BLOCK_SIZE
+from torch.fx.experimental.symbolic_shapes import guard_or_false, sym_and, sym_eq, free_unbacked_symbols
+from accelerate.utils.other import extract_model_from_parallel
+model = torch.nn.Linear(2, 2)
+assert extract_model_from_parallel(model) is model
+assert guard_or_false(True) is True and sym_and(True, False) is False and sym_eq(torch.Size((2, 3)), (2, 3)) is True
+assert free_unbacked_symbols(torch.ones(2, device="meta")) == set()
+for name in ("sympy.core", "deepspeed.runtime", "torch.distributed.fsdp._flat_param"):
+    assert name not in sys.modules, f"{name} was imported where all sizes are numbers and all is on one device"
+mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4, 4, device="cpu")
+assert isinstance(mask, BlockMask) and not isinstance(model, BlockMask)
+from torch.nn.attention import flex_attention
+assert flex_attention._DEFAULT_SPARSE_BLOCK_SIZE == _DEFAULT_SPARSE_BLOCK_SIZE and flex_attention.BlockMask is type(mask)
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+unknown = ShapeEnv().create_unbacked_symint()
+assert guard_or_false(unknown == 3) is False and type(sym_eq((unknown, 1), (3, 1))) is torch.SymBool and free_unbacked_symbols(unknown)
+"""
+
+
+FIRST = """
+import sys
+from importlib import import_module
+from hfopt.compat.fast_import import spare_dynamo
+spare_dynamo(one_device=True)
+for name in ("sympy.printing", "torch.utils._sympy.printers", "torch.distributed.fsdp._flat_param", "torch._inductor.codegen.common"):
+    assert import_module(name) is sys.modules[name] and sys.modules[name].__spec__.name == name
+import sympy, sympy.printing, torch.utils._sympy.functions
+assert sympy.printing is sys.modules["sympy.printing"] and sympy.Integer(2) + 1 == 3
+assert sys.modules["torch._inductor.codegen.common"].Max is torch.utils._sympy.functions.Max
 """
 
 
@@ -125,7 +166,7 @@ def test_a_package_is_executed_before_its_modules(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", [EAGER, MODELS], ids=["the compiler", "the models' names"])
+@pytest.mark.parametrize("code", [EAGER, MODELS, SYMBOLS, FIRST], ids=["the compiler", "the models' names", "symbols", "a module first"])
 def test_what_is_left_out_is_there_when_it_is_asked_for(code: str) -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ class FakePrepared:
         self.options, self.closed, self.asked = options, False, 0
         FakePrepared.started.append(self)
 
-    def run(self, candidate: Candidate, *, evaluation: Any = None) -> Trial:
+    def run(self, candidate: Candidate, *, evaluation: Any = None, meanwhile: Callable[[], object]) -> Trial:
         self.asked += 1
+        meanwhile()
         return Trial(device="virtual", candidate=candidate, outcome="ok")
 
     def close(self) -> None:
@@ -77,13 +79,23 @@ def test_the_child_is_started_before_the_winner_is_known_and_serves_one() -> Non
 
 def test_a_call_that_only_the_stand_in_lacks_says_nothing_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Trial(device="virtual", candidate=PLAIN, outcome="error", message="cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may …")
-    monkeypatch.setattr(FakePrepared, "run", lambda self, candidate, evaluation=None: failed)
+    monkeypatch.setattr(FakePrepared, "run", lambda self, candidate, evaluation, meanwhile: failed)
     with Tryout(lambda text: None, asked=True) as trying:
         trying.prepare(JOB, ELSEWHERE)
         assert trying(PLAIN) is None and trying.note == "not rehearsed: the virtual GPU has no CUDNN call that this model makes"
     with Tryout(lambda text: None, asked=True) as trying:
         trying.prepare(JOB, HERE)
         assert trying(PLAIN) == failed  # on the card itself it fails
+
+
+@pytest.mark.parametrize(("hardware", "asked"), [(ELSEWHERE, ["ahead"]), (HERE, [])], ids=["rehearsed", "timed here"])
+def test_other_work_goes_on_beside_a_rehearsal_and_not_beside_a_measurement(hardware: Hardware, asked: list[str]) -> None:
+    heard: list[str] = []
+    with Tryout(lambda text: None, asked=True) as trying:
+        trying.prepare(JOB, hardware)
+        assert trying(PLAIN, None, lambda: heard.append("ahead")) is not None and heard == asked
+        assert FakePrepared.started[0].closed == (hardware is HERE), "what it holds on the card is the next one's"
+    assert FakePrepared.started[0].closed
 
 
 def test_a_child_that_was_not_asked_is_ended() -> None:

@@ -84,6 +84,17 @@ def test_a_child_is_ended_while_a_fork_of_this_process_holds_its_pipe_too() -> N
         assert time.monotonic() - began < 30
 
 
+def test_a_child_that_has_told_is_not_waited_for_and_ended_all_the_same(tmp_path: Path) -> None:
+    told, word = tmp_path / "told", f"tells-{random.getrandbits(64):x}"
+    code = "import sys, time; open(sys.argv[1], 'w').close(); time.sleep(600)"
+    with child_process.scratch_folder() as folder:
+        running = child_process.start(
+            [sys.executable, "-S", "-c", code, str(told), word], folder=folder, timeout_s=300, env=os.environ, output=subprocess.DEVNULL
+        )
+        assert running.wait(250, told.exists).reason == "exit" and told.exists() and _processes_mentioning(word)
+        assert running.wait(0.05, lambda: False).reason == "timeout" and not _processes_mentioning(word)
+
+
 def test_a_command_that_does_not_exist_is_said() -> None:
     with child_process.scratch_folder() as folder, pytest.raises(DryRunError, match="/nowhere/at/all"):
         child_process.run(["/nowhere/at/all"], folder=folder, timeout_s=30, env=os.environ)

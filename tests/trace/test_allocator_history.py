@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.probe.compiled_step import Moment, trace_of
-from hfopt.trace.events import FREED, Trace
+from hfopt.trace.events import FREED, Moment, Trace, trace_of
 
 STEP = ("step", "forward", "backward", "optimizer")
 
