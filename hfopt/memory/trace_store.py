@@ -74,7 +74,7 @@ class TraceStore:
             return found
         begin_tracing()
         with answers_noted() as answers:
-            made = estimate(whole(workload), settings)
+            made = estimate(workload, settings)
         if workload.key is not None:
             condition = _condition(settings, answers, exact=not _follows_card(made.curve))
             self.remember(workload, settings, made, condition)
@@ -168,7 +168,7 @@ def kept_evaluation(
         return replace(found, timeline=_timeline_for(found.timeline, settings))
     begin_tracing()
     with answers_noted() as answers:
-        made = trace(whole(workload))
+        made = trace(workload)
     condition = _condition(settings, answers, exact=made.writing is not None)
     _put(store, {**parts, "workload": workload.key}, made, workload.name, condition)
     return made

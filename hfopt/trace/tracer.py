@@ -31,6 +31,7 @@ from hfopt.compat.transformers_patches import (
 )
 from hfopt.errors import TraceError
 from hfopt.model.loading import card_loads
+from hfopt.model.stored_workload import whole
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_choices import cuda_rules, grouped_windows
 from hfopt.trace.events import Trace
@@ -43,7 +44,8 @@ from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, at_work
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
-    """A build function for the tracer."""
+    """A build function for the tracer. A workload of kept facts is made whole here: in a trace its batches would be made of fake tensors."""
+    workload = whole(workload)
 
     def build() -> Any:
         model = workload.build_model()

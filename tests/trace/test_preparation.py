@@ -113,3 +113,19 @@ def test_each_trace_begins_with_the_layers_that_the_trainer_checkpoints(tmp_path
         layers = [layer.gradient_checkpointing for layer in tracer.model.model.layers]
     assert all(layers), "TRL keeps every_n_layers now: what is put back here has no use any more"
     assert counts[0] == counts[1]
+
+
+def test_a_workload_of_kept_facts_is_made_before_its_trace(tiny_gpt2: Make) -> None:
+    """What its processor makes once, with real values, is then not made of fake tensors."""
+    own, made = tiny_gpt2(length=4, vocab_size=100), list[Workload]()
+
+    def remake() -> Workload:
+        if not made:
+            sample = torch.ones(1, 4, dtype=torch.long)
+            batch = {"input_ids": sample, "attention_mask": sample.clone(), "labels": sample.clone()}
+            made.append(replace(own, make_batch=lambda size: {name: value.repeat(size, 1) for name, value in batch.items()}))
+        return made[0]
+
+    kept = replace(own, build_model=lambda: remake().build_model(), make_batch=lambda size: remake().make_batch(size), remake=remake)
+    assert estimate(kept, StepSettings()).curve.peak(8) == estimate(remake(), StepSettings()).curve.peak(8)
+    assert {type(value) for value in kept.make_batch(2).values()} == {torch.Tensor}
