@@ -47,6 +47,7 @@ TIED = {**SMALL, "tie_word_embeddings": True}
 WIDE = {**SMALL, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 6, "tie_word_embeddings": True}
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 KEEP = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "reshard_after_forward": False}}  # type: ignore[dict-item]
+RECOMPUTED = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "activation_checkpointing": True}}  # type: ignore[dict-item]
 STATES_ON_HOST = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 SYNC = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
 OFFLOAD = {"fsdp": True, "fsdp_config": {**FSDP["fsdp_config"], "cpu_offload": True}, "ddp_backend": BOTH_BACKENDS}  # type: ignore[dict-item]
@@ -71,6 +72,8 @@ CASES: dict[str, Case] = {
     "fsdp2-2-keep": case(2, KEEP),
     "fsdp2-2-checkpointing": case(2, {**FSDP, "gradient_checkpointing": True}),
     "fsdp2-4-checkpointing": case(4, {**FSDP, "gradient_checkpointing": True}),
+    "fsdp2-2-recomputed": case(2, RECOMPUTED),
+    "fsdp2-2-recomputed-sync": case(2, {**RECOMPUTED, **SYNC, "gradient_accumulation_steps": 2}),
     "fsdp2-2-accumulation": case(2, {**FSDP, "gradient_accumulation_steps": 2}),
     "fsdp2-2-sync": case(2, {**FSDP, **SYNC, "gradient_accumulation_steps": 2}),
     "fsdp2-2-tied": case(2, FSDP, model=TIED),
@@ -127,6 +130,8 @@ def estimated(one: Case) -> MemoryPeak:
         settings = step_settings(read, accumulation=accumulation, capability=card.capability, multiprocessors=card.sms)
         sharding = sharding_of(read.engine, world_size=one["world"], hidden_size=one["model"]["hidden_size"])
         settings = replace(settings, sharding=sharding)
+        if sharding is not None and sharding.recomputes:
+            settings = replace(settings, checkpointing=Checkpointing(every_n_layers=1))
         return estimate(workload, settings).curve.peak(one["batch"])
 
 

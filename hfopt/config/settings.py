@@ -270,6 +270,7 @@ def _fsdp(engine: EngineSettings, config: Mapping[str, Any], world_size: int) ->
         world_size=world_size,
         reshard_after_forward=_true(reshard) or str(reshard).lower() in ("full_shard", "hybrid_shard", "1", "4"),
         offload_parameters=_true(config.get("cpu_offload")) or _true(config.get("offload_params")) or "offload" in options,
+        recomputes=_true(config.get("activation_checkpointing")),
         sync_each_batch=engine.sync_each_batch,
         wrap=tuple(wrap.split(",")) if isinstance(wrap, str) else tuple(wrap),
     )

@@ -105,6 +105,12 @@ def _precision(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
 
 def _checkpointing(setting: Setting, outcome: Outcome) -> Iterator[Wanted]:
     chosen, was = outcome.after.candidate.checkpointing, outcome.before.candidate.checkpointing
+    config = setting.args.get("fsdp_config")
+    if chosen.every_n_layers == 1 and isinstance(config, Mapping) and config.get("activation_checkpointing") is True:
+        yield "gradient_checkpointing", False, "the fsdp_config's activation_checkpointing does it; transformers refuses both together"
+        if "gradient_checkpointing_kwargs" in setting.args:
+            yield "gradient_checkpointing_kwargs", None, "without gradient_checkpointing it says nothing"
+        return
     if chosen == was:
         return
     if not chosen.on:

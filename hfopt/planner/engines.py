@@ -27,6 +27,7 @@ from hfopt.job.request import Request
 from hfopt.job.subject import Subject
 from hfopt.memory.rough_estimate import state_bytes
 from hfopt.memory.trace_store import kept_count, kept_names
+from hfopt.planner.block_recompute import OWN, WHY, as_chosen, with_own_checkpointing
 from hfopt.planner.result import Plan
 from hfopt.pricing.target_device import device_of, weight_bytes
 from hfopt.schema import Change, Chosen, EngineChoice, EngineSettings, MemoryPeak, TrainJob, Workload
@@ -206,9 +207,12 @@ class _Contest:
         return self._made(engine, f"asked for with --engine {engine.key}")
 
     def as_configured(self, own: Engine) -> Plan:
-        plan = self.plan_one(self.subject)
+        subject = with_own_checkpointing(self.subject) if own.family == "fsdp" else self.subject
+        plan = self.plan_one(subject)
+        job = self.subject.job
+        changes = tuple(_changes(job.raw, as_chosen(job.raw, subject.job.raw, plan.facts.after.candidate), own, WHY))
         choice = EngineChoice(name=own.words, reason="the config says so", commands=commands(self.subject, self.request))
-        return replace(plan, facts=replace(plan.facts, engine=choice))
+        return replace(plan, facts=replace(plan.facts, job=job, changes=(*changes, *plan.facts.changes), engine=choice))
 
     # ------------------------------------------------------------------------------------------ one engine
 
@@ -285,7 +289,8 @@ class _Contest:
         plan = self.plans[engine.key]
         own, planned = self.subject.job, self._with(engine).job
         alone = plan.facts.after.candidate.accumulation == 1  # nothing is accumulated, so nothing needs to be reduced early
-        changes = tuple(c for c in _changes(own.raw, planned.raw, engine, reason) if not (alone and c.key == "accelerator_config"))
+        args = as_chosen(own.raw, planned.raw, plan.facts.after.candidate)
+        changes = tuple(c for c in _changes(own.raw, args, engine, reason) if not (alone and c.key == "accelerator_config"))
         choice = EngineChoice(
             name=engine.words,
             reason=reason,
@@ -315,7 +320,8 @@ def subject_on(engine: Engine, subject: Subject) -> Subject:
     """The same job with this engine's keys."""
     job = subject.job
     args = engine_args(engine, job, block_classes(subject) if engine.family == "fsdp" else (), adapters=job.model.lora is not None)
-    return replace(subject, job=with_raw(job, args))
+    made = replace(subject, job=with_raw(job, args))
+    return with_own_checkpointing(made) if engine.family == "fsdp" else made
 
 
 def _why(engine: Engine, others: bool) -> str:
@@ -325,9 +331,11 @@ def _why(engine: Engine, others: bool) -> str:
 
 
 def _changes(before: Any, after: Any, engine: Engine, reason: str) -> Iterator[Change]:
+    config = after.get("fsdp_config")
+    recomputed = isinstance(config, Mapping) and OWN in config
     whys = {
         "fsdp": f"{engine.words}: {reason}",
-        "fsdp_config": "what the prediction rests on: each block is sharded and gathered on its own",
+        "fsdp_config": "what the prediction rests on: each block is sharded and gathered on its own" + (f"; {WHY}" if recomputed else ""),
         "deepspeed": f"{engine.words}: {reason}",
         "accelerator_config": "gradients are reduced after each micro-batch: whole ones through the accumulation would undo the sharding",
         "ddp_backend": "gradients on the host are summed there for clipping, which NCCL alone cannot do",

@@ -44,7 +44,7 @@ _MOST: tuple[tuple[str, int], ...] = (
 )
 _RULES = tuple((re.compile(pattern), most) for pattern, most in _MOST)
 SMALL_IMAGE = 64  # pixels a side, rounded up to whole patches
-_DROPOUT = re.compile(r".*(drop|dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_path_rate|_dropout_p)$|mask_(time|feature)_prob")
+DROPOUT = re.compile(r".*(drop|dropout|pdrop|dropout_prob|dropout_rate|layerdrop|drop_path_rate|_dropout_p)$|mask_(time|feature)_prob")
 _DEPENDENT = frozenset(
     {
         "layer_types",
@@ -83,7 +83,7 @@ def _small(key: str, value: Any) -> Any:
         return None
     if isinstance(value, Mapping) and (key.endswith("_config") or key == "config"):
         return shrink(value)
-    if _DROPOUT.match(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
+    if DROPOUT.match(key) and isinstance(value, (int, float)) and not isinstance(value, bool):
         return 0.0
     if key == "depths" and isinstance(value, list):
         return [1] * len(value)

@@ -61,6 +61,7 @@ class Sharding:
     reshard_after_forward: bool = True  # FSDP2: False keeps gathered weights until the backward is through them
     offload_parameters: bool = False  # sharded weights in the host's memory (FSDP2: with their gradients and optimizer states)
     offload_optimizer: bool = False  # ZeRO: optimizer states and the float32 weights in the host's memory
+    recomputes: bool = False  # FSDP2: checkpointing of all layers is accelerate's, inside the sharded blocks, in place of the Trainer's
     sync_each_batch: bool = False  # FSDP2 with accumulation: reduce after each micro-batch instead of keeping whole gradients
     wrap: tuple[str, ...] = ()  # FSDP2: classes of the sharded blocks; () the model's own
     zero: ZeroSizes = ZeroSizes()
@@ -85,6 +86,11 @@ class StepSettings:
     multiprocessors: int | None = None  # of the card; reductions split over them
     sharding: Sharding | None = None  # None: one device
     allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF; None: PyTorch's defaults
+
+    @property
+    def sharding_recomputes(self) -> bool:
+        """FSDP2's own checkpointing knows no grades: with every n-th layer it is the Trainer's."""
+        return self.checkpointing.every_n_layers == 1 and self.sharding is not None and self.sharding.recomputes
 
     @property
     def eager(self) -> StepSettings:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from hfopt.compat.torch_patches import process_groups_set_aside, resizes_seen
 from hfopt.errors import TraceError
-from hfopt.schema import Precision, Sharding
+from hfopt.schema import Sharding, StepSettings
 from hfopt.trace.events import Category
 from hfopt.trace.recorder import Recorder
 
@@ -51,17 +51,17 @@ def fake_world(world_size: int) -> Iterator[Any]:
 _MIXED = ("bf16", "fp16")
 
 
-def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Precision, mesh: Any) -> Callable[[], Any]:
+def fully_sharded(build: Callable[[], Any], settings: StepSettings, sharding: Sharding, mesh: Any) -> Callable[[], Any]:
     """A build function whose model is sharded as `accelerate` would for this `fsdp_config`."""
 
     def build_sharded() -> Any:
         from accelerate.utils import FullyShardedDataParallelPlugin
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+        from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
         model = build()
         if not has_fake_collectives():
             raise _cannot_shard(type(model).__name__, f"torch {torch.__version__} has no collectives for fake tensors, as newer ones do")
-        mixed = precision if precision in _MIXED else "no"
+        mixed = settings.precision if settings.precision in _MIXED else "no"
         with _environment_kept():
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
@@ -82,6 +82,9 @@ def fully_sharded(build: Callable[[], Any], sharding: Sharding, precision: Preci
             device=torch.device("cpu"),
         )
         try:
+            if settings.sharding_recomputes:
+                plugin.set_auto_wrap_policy(model)
+                model = fsdp2_apply_ac(stand_in, model)
             return fsdp2_prepare_model(stand_in, model)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, AssertionError) as error:
             raise _cannot_shard(type(model).__name__, str(error)) from error

@@ -141,7 +141,7 @@ def rank_tracer(workload: Workload, settings: StepSettings, sharding: Sharding) 
             build = in_compute_dtype(build, settings.precision, made_in_parts=in_parts)
         elif engine == "fsdp2":
             recorder = ShardRecorder
-            build = fully_sharded(build, sharding, settings.precision, world.enter_context(fake_world(sharding.world_size)))
+            build = fully_sharded(build, settings, sharding, world.enter_context(fake_world(sharding.world_size)))
         tracer = Tracer(
             build, workload.make_batch, kernels_of(settings), cost=cost, recorder=recorder, weights_on_host=on_host, loads_onto_card=False
         )

@@ -44,7 +44,7 @@ from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, at_work
 
 
 def prepared(workload: Workload, settings: StepSettings) -> Callable[[], Any]:
-    """A build function for the tracer. A workload of kept facts is made whole here: in a trace its batches would be made of fake tensors."""
+    """A build function for the tracer; kept facts are made whole before it: within it their batches would be made of fake tensors."""
     workload = whole(workload)
 
     def build() -> Any:
@@ -67,7 +67,7 @@ def _set_cache(model: Any) -> None:
 
 def _set_checkpointing(model: Any, settings: StepSettings) -> None:
     checkpointing = settings.checkpointing
-    if not checkpointing.on:
+    if not checkpointing.on or settings.sharding_recomputes:
         return
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise TraceError(
