@@ -101,6 +101,7 @@ def test_a_module_is_neither_a_slice_nor_a_drawer(path: Path) -> None:
 
 RAW_READ_BY = {
     "job/subject.py": "writes what stands in for a missing DeepSpeed config, and FSDP's own checkpointing",
+    "planner/block_recompute.py": "writes FSDP's own checkpointing into the fsdp_config that stands there",
     "planner/engines.py": "writes the keys of an engine beside those that stand there",
     "probe/dry_run.py": "hands the arguments on to a Trainer as they are",
 }

@@ -61,7 +61,7 @@ def _random_parts(workload: Workload) -> tuple[str, ...]:
     with torch.device("meta"):
         model = workload.build_model()
     modules = (type(one).__name__ for one in model.modules() if isinstance(one, torch.nn.Dropout) and one.p > 0)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     return tuple(dict.fromkeys((*modules, *_random_settings(config.to_dict() if hasattr(config, "to_dict") else {}))))
 
 

@@ -147,7 +147,8 @@ def grouped_windows() -> Iterator[None]:
     """`torch.split` along the tokens of (1, heads, tokens, width) gives one piece for each length, marked with its number of windows."""
     original = torch.split
 
-    def split(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+    def split(tensor: Any, split_size_or_sections: Any, dim: int = 0) -> Any:  # named as torch's: MobileViT says it by name
+        sizes = split_size_or_sections
         if not (isinstance(tensor, FakeTensor) and dim == 2 and tensor.dim() == 4 and isinstance(sizes, list) and len(sizes) > MANY):
             return original(tensor, sizes, dim)
         counts = Counter(size for size in sizes if size)
