@@ -54,12 +54,23 @@ def spare_dynamo(*, one_device: bool = False) -> None:
     `one_device`: and for DTensor, which autograd asks for (torch/csrc/autograd/python_variable.cpp) though no tensor here is one, and for
     what a model would be wrapped in.
     """
-    import_module("torch")
+    _torch()
     for name, answers in (*_EAGER.items(), *(_UNSHARDED.items() if one_device else ())):
         stand_in(name, answers)
     if _WholeFirst not in sys.meta_path:
         sys.meta_path.insert(0, _WholeFirst)
     import_module(f"{_DYNAMO}.config")  # plain values, which checkpoints and fake tensors read
+
+
+def _torch() -> None:
+    """Without NVIDIA's own bindings, with which torch only writes notes into CUDA graphs, and does without where they are not installed."""
+    spared = {name: None for name in ("cuda.bindings",) if not {name, "torch"} & sys.modules.keys()}
+    sys.modules.update(spared)  # type: ignore[arg-type] # None: as if it were not there
+    try:
+        import_module("torch")
+    finally:
+        for name in spared:
+            del sys.modules[name]
 
 
 def stand_in(name: str, answers: Mapping[str, Any]) -> None:

@@ -85,6 +85,7 @@ class MemoryCurve:
     options: AllocatorOptions = field(default_factory=AllocatorOptions)
     uneven: bool = False  # samples of several lengths in a batch: the rows that a fused head sees vary, those of padding are left out
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
+    _peaks: dict[tuple[Any, ...], MemoryPeak] = field(default_factory=dict)
     _envelope: tuple[Any, Any] | None = None
     _third: tuple[Timeline, ThirdStep] | None = None
 
@@ -94,20 +95,22 @@ class MemoryCurve:
         if timeline is None or timeline is self.timeline:
             return None if timeline is None else self
         spread = None if self.varying is None else self.varying.of_window(batches)
-        return replace(self, timeline=timeline, varying=spread, _replays={}, _envelope=None, _third=None)
+        return replace(self, timeline=timeline, varying=spread, _replays={}, _peaks={}, _envelope=None, _third=None)
 
     # ------------------------------------------------------------------------------------------ one batch size
 
     def peak(self, batch: int, options: AllocatorOptions | None = None) -> MemoryPeak:
-        replay = self.replay(batch, options)
-        return MemoryPeak(
-            batch=batch,
-            allocated_bytes=replay.allocated_bytes,
-            reserved_bytes=replay.reserved_bytes,
-            context_bytes=self.context_bytes,
-            breakdown=self._breakdown(batch, replay),
-            moment=self._moment(batch, replay.peak_event),
-        )
+        if (batch, options) not in self._peaks:
+            replay = self.replay(batch, options)
+            self._peaks[batch, options] = MemoryPeak(
+                batch=batch,
+                allocated_bytes=replay.allocated_bytes,
+                reserved_bytes=replay.reserved_bytes,
+                context_bytes=self.context_bytes,
+                breakdown=self._breakdown(batch, replay),
+                moment=self._moment(batch, replay.peak_event),
+            )
+        return self._peaks[batch, options]
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
         """The exact replay; with a capacity, cached segments are given back when it is reached, as the real allocator does."""

@@ -70,7 +70,7 @@ class DepthCurve(MemoryCurve):
         shallow, deep = (curve.of_window(batches) for curve in (self.shallow, self.deep))
         if shallow is None or deep is None:
             return None
-        return replace(self, timeline=deep.timeline, shallow=shallow, deep=deep, _least={}, _replays={}, _envelope=None)
+        return replace(self, timeline=deep.timeline, shallow=shallow, deep=deep, _least={}, _replays={}, _peaks={}, _envelope=None)
 
     def replay(self, batch: int, options: AllocatorOptions | None = None, *, capacity_bytes: int | None = None) -> Replay:
         key = (batch, options)

@@ -65,6 +65,7 @@ class Timeline:
     marks: dict[str, int]
     formulas: dict[int, AffineFormula] = field(default_factory=dict)
     streams: dict[int, int] = field(default_factory=dict)  # by block, where it is not the usual stream
+    _sizes: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)  # of the batch last asked for
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -90,7 +91,13 @@ class Timeline:
         return whole_window(self, batches, third=third)
 
     def sizes(self, batch: int) -> list[int]:
-        """The bytes of each event at a batch size; FREED for a free."""
+        """The bytes of each event at a batch size; FREED for a free. A replay asks for them several times, to read them."""
+        if batch not in self._sizes:
+            self._sizes.clear()
+            self._sizes[batch] = self._sizes_of(batch)
+        return self._sizes[batch]
+
+    def _sizes_of(self, batch: int) -> list[int]:
         import numpy as np
 
         sizes = np.rint(self.constants + self.slopes * batch).astype(np.int64)

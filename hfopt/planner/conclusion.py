@@ -136,8 +136,9 @@ class Planning:
 
 def conclude(planning: Planning) -> Plan:
     subject, device, pricing, result = planning.subject, planning.device, planning.pricing, planning.result
-    winner, winner_time = result.winner
-    before, after = _before_and_after(planning, planning.feeding)
+    (winner, winner_time), after = result.winner, _after(planning)
+    alternatives = _alternatives(planning, after.loader)
+    before = _before(planning)  # last: its evaluation may still be traced elsewhere
     changes = _changes(planning, before, after)
     of_the_file = tuple(dict.fromkeys(_about_the_file(planning)))
     facts = PlanFacts(
@@ -149,7 +150,7 @@ def conclude(planning: Planning) -> Plan:
         after=after,
         changes=changes,
         as_written=_as_written(subject, changes),
-        alternatives=_alternatives(planning, planning.feeding, after.loader),
+        alternatives=alternatives,
         rejected=result.found.rejected,
         trial=result.verdict.trial,
         correction=result.correction,
@@ -191,20 +192,22 @@ def memory_of_pieces(pricing: Pricing, winner: Candidate) -> PlannedMemory:
     return PlannedMemory(peaks=tuple(zip(known, peaks, strict=True)))
 
 
-def _before_and_after(planning: Planning, feeding: Feeding) -> tuple[Chosen, Chosen]:
-    """Both as predicted; the loader is sized for the step as it was measured, where it was."""
-    pricing, current = planning.pricing, planning.current
+def _before(planning: Planning) -> Chosen:
+    current, evaluation, (memory, fits) = planning.current, planning.evaluation, planning.before
+    own = evaluation.as_configured(current) if evaluation is not None and fits else None
+    fits = fits and (own is None or own.fits)
+    priced = planning.feeding.chosen(current, planning.pricing.time(current), memory, fits=fits, loader=planning.feeding.current())
+    return replace(priced, fault=planning.allowed.fault, evaluation=own)
+
+
+def _after(planning: Planning) -> Chosen:
+    """As predicted; the loader is sized for the step as it was measured, where it was."""
     winner, winner_time = planning.result.winner
-    measured_s = planning.result.correction.measured_step_s if planning.result.correction is not None else None
-    demand = winner_time if measured_s is None else replace(winner_time, step_s=measured_s)
-    before = feeding.chosen(current, pricing.time(current), planning.before[0], fits=planning.before[1], loader=feeding.current())
-    after = feeding.chosen(winner, winner_time, pricing.memory(winner), fits=True, loader=feeding.planned(winner, demand))
-    before = replace(before, fault=planning.allowed.fault)
-    if planning.evaluation is None:
-        return before, after
-    own = planning.evaluation.as_configured(current) if before.fits else None
-    before = replace(before, evaluation=own, fits=before.fits and (own is None or own.fits))
-    return before, replace(after, evaluation=planning.evaluation.planned(winner)[0])
+    found = planning.result.correction
+    measured_s = None if found is None else found.measured_step_s
+    loader = planning.feeding.planned(winner, winner_time if measured_s is None else replace(winner_time, step_s=measured_s))
+    priced = planning.feeding.chosen(winner, winner_time, planning.pricing.memory(winner), fits=True, loader=loader)
+    return replace(priced, evaluation=None if planning.evaluation is None else planning.evaluation.planned(winner)[0])
 
 
 def _changes(planning: Planning, before: Chosen, after: Chosen) -> tuple[Change, ...]:
@@ -373,13 +376,13 @@ def _failures(planning: Planning) -> Iterator[str]:
         yield f"{words(trial.candidate)} was not measured: its dry run reached the time limit, and no other was started after it"
 
 
-def _alternatives(planning: Planning, feeding: Feeding, loader: LoaderPlan) -> tuple[Priced, ...]:
+def _alternatives(planning: Planning, loader: LoaderPlan) -> tuple[Priced, ...]:
     """The runners-up that fit at their own batch, fastest first, fed by the winner's loader so that their rates compare with its own."""
     winner = planning.result.winner[0]
     others = [pair for pair in planning.result.found.ranked if pair[0] != winner][:ALTERNATIVES]
     memories = planning.pricing.nearest_memories([candidate for candidate, _ in others])
     priced = [
-        Priced(candidate=candidate, memory=memory, time=feeding.limited(candidate, time, loader))
+        Priced(candidate=candidate, memory=memory, time=planning.feeding.limited(candidate, time, loader))
         for (candidate, time), memory in zip(others, memories, strict=True)
         if memory.device_bytes <= planning.device.budget_bytes
     ]
