@@ -23,15 +23,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions, CachingAllocator
-from hfopt.memory.curve import MemoryCurve, replay_events
-from hfopt.memory.kept_replays import Replay
-from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
+from hfopt.memory.curve import MemoryCurve, Replay, replay_events
+from hfopt.memory.real_steps import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.step_memory import LOADED_KERNELS_BYTES, TRACED_BATCHES, context_bytes
 from hfopt.memory.timeline import Timeline, combine
 from hfopt.model.known_models import architectures
 from hfopt.schema import LengthSpread
-from hfopt.trace.events import Trace
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels, Trace
 from hfopt.trace.tracer import Tracer, TraceSession
 from hfopt.units import MIB
 

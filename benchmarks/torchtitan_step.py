@@ -21,8 +21,8 @@ from hfopt.memory.layer_extrapolation import DEEP, SHALLOW, DepthCurve, share_of
 from hfopt.memory.timeline import alone
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, MemoryPeak, ModelSpec, Workload
+from hfopt.trace.events import Kernels
 from hfopt.trace.fsdp import ShardRecorder, fake_world, local
-from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.tracer import Tracer, TraceSession
 
 LAYERS, LENGTH, BATCH, VOCABULARY = 32, 8192, 2, 128_256

@@ -61,7 +61,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.utils._python_dispatch._disable_current_modes",
             "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         ),
-        "facts/loss_rule": ("torch.nn.modules.batchnorm._BatchNorm",),
+        "model/losses": ("torch.nn.modules.batchnorm._BatchNorm",),
         "trace/optimizers": ("torch._foreach_add_",),
         "trace/recorder": (
             "torch.utils._python_dispatch.TorchDispatchMode",

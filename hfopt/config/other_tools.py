@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hfopt.compat.versions import source_folder
-from hfopt.config.argument_values import Severity
 from hfopt.config.lookup import Facts, whole_number
-from hfopt.config.training_arguments import ACCUMULATION, BATCH, MAYBE_WHOLE, WHOLE_BATCHES, trl_keys
+from hfopt.config.training_arguments import ACCUMULATION, BATCH, MAYBE_WHOLE, WHOLE_BATCHES, Severity, trl_keys
 from hfopt.facts.training_keys import RENAMED, TRAINERS, trl_parser_keys
 
 _FAMILIES: tuple[tuple[str, str], ...] = (  # builder -> hub id; {} is the size as the Hub writes it

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfopt.config.argument_values import judge
 from hfopt.config.lookup import whole_number
 from hfopt.config.other_tools import ToolSpelling
 from hfopt.config.settings import with_raw
-from hfopt.config.training_arguments import ACCUMULATION, BATCH
+from hfopt.config.training_arguments import ACCUMULATION, BATCH, judge
 from hfopt.config.validate import nearest
 from hfopt.config.yaml_document import Document, parse, read_bytes
 from hfopt.errors import ConfigError

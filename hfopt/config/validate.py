@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.compat.versions import release
-from hfopt.config.argument_values import Severity, ValueVerdict, judge
 from hfopt.config.deepspeed_json import is_missing
 from hfopt.config.find_arguments import Section
 from hfopt.config.lookup import MODEL_KEYS, Facts
@@ -28,6 +27,9 @@ from hfopt.config.training_arguments import (
     QUIET_ALIASES,
     WITHOUT_IT,
     Gone,
+    Severity,
+    ValueVerdict,
+    judge,
     known_elsewhere,
     trl_keys,
 )
@@ -117,20 +119,13 @@ class SectionReader:
         verdict = judge(key, value, field)
         cost = self.dialect.text_costs.get(verdict.code or "")
         if cost is not None and isinstance(value, str):
-            verdict = replace(
-                verdict, severity=cost, message=f"{verdict.message}; {self.dialect.name} converts it, HfArgumentParser does not"
-            )
+            message = f"{verdict.message}; {self.dialect.name} converts it, HfArgumentParser does not"
+            verdict = replace(verdict, severity=cost, message=message)
         if verdict.code is not None:
             certain = verdict.repair and not (self.dialect.own_reader and cost is not None)  # what its reader converts is no fault
             repair = (Operation(path=self.section.path, key=written, after=verdict.usable),) if certain else ()
-            self._say(
-                written,
-                verdict.code,
-                verdict.severity,
-                verdict.message.replace(key, written, 1),
-                verdict.fix and verdict.fix.replace(key, written, 1),
-                repair,
-            )
+            message, fix = verdict.message.replace(key, written, 1), verdict.fix and verdict.fix.replace(key, written, 1)
+            self._say(written, verdict.code, verdict.severity, message, fix, repair)
         return verdict
 
     def _read_alias(self, key: str, real: str, value: Any) -> None:

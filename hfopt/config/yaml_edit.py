@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hfopt.config.argument_values import same
 from hfopt.config.read_job import Loaded
-from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH
+from hfopt.config.training_arguments import ACCUMULATION, ALIASES, BATCH, same
 from hfopt.config.yaml_document import Document, NodePath, YamlEntry, parse
 from hfopt.config.yaml_splices import Operation, Splicer
 from hfopt.errors import ConfigError

@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from hfopt.config.argument_values import same, spelled_float
-from hfopt.config.training_arguments import kin
+from hfopt.config.training_arguments import kin, same, spelled_float
 from hfopt.config.yaml_document import Document, Node, NodePath, Use, YamlEntry
 from hfopt.errors import ConfigError
 

@@ -97,13 +97,6 @@ def left_to_the_loss(trainer: Any, *, counts_items: bool) -> bool:
     return (bool(trainer.model_accepts_loss_kwargs) and counts_items) or getattr(trainer, "compute_loss_func", None) is not None
 
 
-def over_the_batch(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Layers that take statistics over the batch, which no rule can see in evaluation mode."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            yield name, module
-
-
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Losses that are only looked at: evaluation mode without gradients, each module's own flag put back."""

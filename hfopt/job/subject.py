@@ -25,12 +25,13 @@ from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import stand_in
 from hfopt.facts.training_keys import installed
 from hfopt.hardware.detect import detect, named
-from hfopt.job.request import NamedHost, Request, named_host, with_host
+from hfopt.job.request import Request
 from hfopt.memory.counted_step import FirstAnswer, first_answer
 from hfopt.memory.trace_store import before_tracing, begin_tracing
 from hfopt.model.sources import find_here
 from hfopt.model.stored_workload import kept_workload
 from hfopt.schema import Assumption, Change, DataSpec, Hardware, Problem, TrainJob, Workload
+from hfopt.speed.calibration import NamedHost, named_host, with_host
 from hfopt.store import default_store
 from hfopt.units import GIB
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hfopt.facts.argument_effects import TORCH_ADAM
-from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors
-from hfopt.memory.step_memory import context_bytes
+from hfopt.memory.layer_extrapolation import RoughStep
+from hfopt.memory.step_memory import ParameterCount, TrainedTensors, context_bytes
 from hfopt.model.known_models import Architecture, find
 from hfopt.schema import (
     BatchShape,

@@ -1,31 +1,97 @@
 """Peak memory as a function of the batch size, from one affine timeline.
 
-Allocated memory over the batch size as the upper envelope of straight lines: one per event, few of them ever highest. `peak(batch)` replays
-the timeline through the simulated allocator, exactly. `peaks(batches)` prices thousands of batch sizes at once: allocated memory is the
-upper envelope of affine functions (one per event, few of them on the hull), reserved memory is allocated × the ratio replayed at a few
-anchors, interpolated.
+`peak(batch)` replays the timeline through the simulated allocator, exactly. `peaks(batches)` prices thousands of batch sizes at once:
+allocated memory is the upper envelope of affine functions (one per event, few of them on the hull), reserved memory is allocated × the
+ratio replayed at a few anchors, interpolated.
 
 A batch fits when all that the allocator reserves for it, what it merely keeps cached included, stays within the budget. On a full card the
 allocator gives cached segments back, and a run may survive on that: it is told (`giving_back`), not planned with. What is reserved does not
 always grow with the batch (other sizes reuse other blocks), so a batch below `largest_batch` need not fit: `fits` says it for one.
+
+A replay is a pure function of the events, so its answer is found by a digest of them, whichever card, batch or trace they came from: cards
+whose kernels take the same sizes share it, and so does the next question about the same job, from the disk (`store`). A digest takes a
+millisecond, a replay twenty.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions, CachingAllocator, OutOfMemory
-from hfopt.memory.kept_replays import Replay, known_or_made
-from hfopt.memory.lengths import VaryingLengths
+from hfopt.memory.real_steps import VaryingLengths, emptier_first_steps, fuller_and_fuller
 from hfopt.memory.timeline import FREED, ThirdStep, Timeline
 from hfopt.schema import Breakdown, MemoryPeak
+from hfopt.store import default_store
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+MOST_KEPT = 4096  # replays of one model, the newest: some hundred bytes each
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What events took of the allocator; `peak_event` is where most was allocated."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_event: int
+    fits: bool = True
+
+
+_known: ContextVar[tuple[str, dict[str, Replay]] | None] = ContextVar("known", default=None)  # a workload, and its replays by digest
+
+
+@contextmanager
+def replays_kept(workload: str | None, label: str) -> Iterator[None]:
+    """In here a replay that is known is not made again, and what is new is kept, however it ends. None: a model that may not be kept."""
+    outer = _known.get()
+    if workload is None or (outer is not None and outer[0] == workload):
+        yield
+        return
+    store, parts = default_store(), {"what": "replays", "workload": workload}
+    replays = _sound_replays(None if store is None else store.get(parts))
+    before = len(replays)
+    token = _known.set((workload, replays))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+        if store is not None and len(replays) > before:
+            rows = [[digest, *astuple(one)] for digest, one in list(replays.items())[-MOST_KEPT:]]
+            store.put(parts, rows, label=label)
+
+
+def _sound_replays(rows: Any) -> dict[str, Replay]:
+    """What is not as it was written is left out: it costs a replay."""
+    kinds = [str, int, int, int, bool]
+    return {
+        row[0]: Replay(*row[1:])
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, list) and [type(item) for item in row] == kinds
+    }
+
+
+def known_or_made(described: Callable[[], Iterator[bytes]], replay: Callable[[], Replay]) -> Replay:
+    """`described` is all that the replay depends on; it is asked only where replays are kept."""
+    known = _known.get()
+    if known is None:
+        return replay()
+    digest = hashlib.sha256()
+    for part in described():
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    name = digest.hexdigest()
+    if name not in known[1]:
+        known[1][name] = replay()
+    return known[1][name]
 
 
 def running_lines(timeline: Timeline) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -71,7 +137,6 @@ def _crosses_before(constants: Any, slopes: Any, a: int, b: int, c: int) -> bool
 _ANCHORS = 7
 _LARGEST_BATCH = 1 << 20
 _FEW, _MANY = 3, 16
-FEWER_ROWS = (1 / 32, 1 / 16, 1 / 8)  # of a full batch's, in the first step: the least is enough that the blocks are too small for one
 
 
 @dataclass(slots=True)
@@ -308,32 +373,6 @@ class MemoryCurve:
             fragmentation_bytes=replay.reserved_bytes - sum(live.values()),
             context_bytes=self.context_bytes,
         )
-
-
-def emptier_first_steps(timeline: Timeline, sizes: list[int], batch: int) -> Iterator[list[int]]:
-    """The sizes with a first step whose batches have fewer rows for a fused head.
-
-    A tile that is not full is as large as its rows, so a fuller batch finds no block that is large enough and takes another segment; by
-    then states and gradients may lie in the last one, or not have found room there, and it cannot be given back on a full card. Which of
-    it happens hangs on a few rows, so several shares are tried. Nothing where every tile is full, or where there is none."""
-    marks, tiles = timeline.marks, timeline.tiles
-    for share in FEWER_ROWS if "step_1" in marks else ():
-        fewer = {index: timeline.formulas[index].scaled(1 - share, batch) for index in tiles}
-        if any(sizes[index] != size for index, size in fewer.items()):
-            yield [fewer.get(index, size) if marks["step_0"] <= index < marks["step_1"] else size for index, size in enumerate(sizes)]
-
-
-def fuller_and_fuller(timeline: Timeline, sizes: list[int], batch: int) -> list[int]:
-    """The sizes with each batch of a window of several fuller than the last, through both steps; none where there is no such window."""
-    tiles = timeline.tiles
-    starts = sorted(event for name, event in timeline.marks.items() if "_micro_" in name)
-    if len(starts) <= 2 or not tiles:
-        return []
-    found = list(sizes)
-    for index in tiles:
-        to_come = len(starts) - bisect_right(starts, index)  # batches, until the full one
-        found[index] = timeline.formulas[index].scaled(1 - to_come * FEWER_ROWS[0], batch)
-    return found if found != sizes else []
 
 
 def replay_events(timeline: Timeline, events: Iterable[tuple[int, int]], allocator: CachingAllocator) -> Replay:

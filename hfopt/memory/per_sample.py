@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hfopt.errors import TraceError
+from hfopt.memory.real_steps import whole_window
 from hfopt.memory.timeline import FREED, AffineFormula, Timeline
-from hfopt.memory.whole_window import whole_window
 
 if TYPE_CHECKING:
     from hfopt.trace.events import Trace

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.kept_replays import Replay
+from hfopt.memory.curve import MemoryCurve, Replay
 from hfopt.memory.layer_extrapolation import live_by_phase
 from hfopt.memory.timeline import Timeline, alone
 from hfopt.trace.events import Category, Phase, Where

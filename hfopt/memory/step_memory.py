@@ -1,4 +1,10 @@
-"""Memory and kernels of a training step for any batch size, with what the process holds besides.
+"""Memory and kernels of a training step: the least by counting parameters, exactly by tracing it; and what the process holds besides.
+
+When the optimizer updates, all weights, all gradients and all its states exist at once, and the foreach implementation of AdamW takes a
+square root of the second moments beside them (torch/optim/adamw.py, `_multi_tensor_adamw`: `exp_avg_sq_sqrt`). Activations, logits and
+fragmentation come on top, so what does not fit by this bound fits by no estimate. Over several ranks it counts what each holds.
+
+Known limits: parts that no batch reaches get neither gradient nor state; of those only the towers that a text batch leaves out are known.
 
 What a process holds on the card besides PyTorch's allocator: the CUDA context and the kernels loaded on first use. The driver sets local
 memory aside for every thread that can be resident, so a context grows with the card: a base and so many bytes per resident thread. Two
@@ -15,19 +21,22 @@ measured on the card itself is better than this.
 
 from __future__ import annotations
 
+import re
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from hfopt.compat.versions import release
 from hfopt.errors import TraceError
+from hfopt.facts.argument_effects import FOREACH_ADAM, TORCH_ADAM, bitsandbytes_states
 from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.lengths import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.per_sample import per_sample_timeline
+from hfopt.memory.real_steps import VaryingLengths, shortened, shorter_length, varying
 from hfopt.memory.timeline import COARSE_BATCH, COARSE_NOTE, Timeline, alone, coarse_timeline, combine
-from hfopt.schema import CompiledStep, LengthSpread, OpCost, StepSettings, Workload
-from hfopt.trace.kernel_sizes import resident_threads
+from hfopt.schema import CompiledStep, LengthSpread, OpCost, Sharding, StepSettings, Workload
+from hfopt.trace.events import resident_threads
 from hfopt.units import MIB
 
 if TYPE_CHECKING:
@@ -150,3 +159,147 @@ def _varying(
         f"each batch is padded to its own longest sample: {found.steps} steps of drawn lengths up to {spread.longest} are replayed"
     )
     return found
+
+
+# ------------------------------------------------------------------------------------------------- the least, by counting
+
+_OTHER_TOWERS = re.compile(r"(^|[._])(vision|visual|audio|image|multi_modal|mm_)")
+_NO_DECAY = re.compile(r"bias|norm", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedTensors:
+    """Equal trained parameters."""
+
+    count: int
+    elements: int  # of each
+    element_bytes: int
+    embedding: bool
+    decays: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParameterCount:
+    weights_bytes: int  # all parameters and buffers as they are stored while training, a reference model's among them
+    elements: int
+    trained: tuple[TrainedTensors, ...]
+
+    @property
+    def trained_bytes(self) -> int:
+        return sum(one.count * one.elements * one.element_bytes for one in self.trained)
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(one.count * one.elements for one in self.trained)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Of one device, at the moment of the update."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    update_bytes: int = 0  # what the update itself takes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.update_bytes
+
+
+def count_parameters(model: Any, *, text_only: bool = False) -> ParameterCount:
+    """Of a module on any device, the meta device included; text_only: its batches hold no images and no sound."""
+    import torch
+
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    towers = text_only and any(not _OTHER_TOWERS.search(name) for name, _ in model.named_parameters())
+    trained: Counter[tuple[int, int, bool, bool]] = Counter()
+    elements = 0
+    weights = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    for name, parameter in model.named_parameters():
+        weights += parameter.numel() * parameter.element_size()
+        elements += parameter.numel()
+        if parameter.requires_grad and not (towers and _OTHER_TOWERS.search(name)):
+            trained[(parameter.numel(), parameter.element_size(), id(parameter) in embeddings, not _NO_DECAY.search(name))] += 1
+    return ParameterCount(
+        weights_bytes=weights,
+        elements=elements,
+        trained=tuple(
+            TrainedTensors(count=count, elements=size, element_bytes=width, embedding=embedding, decays=decays)
+            for (size, width, embedding, decays), count in trained.items()
+        ),
+    )
+
+
+def deeper_count(shallow: ParameterCount, deep: ParameterCount, share: float) -> ParameterCount:
+    """That of a model of more equal blocks: `share` times the difference of the two is added to the first."""
+
+    def on(low: int, high: int) -> int:
+        return round(low + (high - low) * share)
+
+    few, many = ({replace(one, count=0): one.count for one in count.trained} for count in (shallow, deep))
+    return ParameterCount(
+        weights_bytes=on(shallow.weights_bytes, deep.weights_bytes),
+        elements=on(shallow.elements, deep.elements),
+        trained=tuple(replace(one, count=on(few.get(one, 0), count)) for one, count in many.items()),
+    )
+
+
+def state_bytes(count: ParameterCount, settings: StepSettings) -> StateBytes:
+    """The least that one device holds while it updates."""
+    sharding = settings.sharding
+    if sharding is not None and sharding.engine in ("zero2", "zero3"):
+        return _zero_bytes(count, settings, sharding)
+    if sharding is not None and sharding.engine == "fsdp2":
+        share = 0 if sharding.offload_parameters else sharding.world_size
+        update = _update_bytes(count) if settings.optim == FOREACH_ADAM else 0
+        parts = (count.weights_bytes, count.trained_bytes, _optimizer_bytes(count, settings.optim), update)
+        weights, gradients, states, update = (part // share if share else 0 for part in parts)
+        return StateBytes(weights_bytes=weights, gradients_bytes=gradients, optimizer_bytes=states, update_bytes=update)
+    return StateBytes(
+        weights_bytes=count.weights_bytes,
+        gradients_bytes=count.trained_bytes,
+        optimizer_bytes=_optimizer_bytes(count, settings.optim),
+        update_bytes=_update_bytes(count) if settings.optim == FOREACH_ADAM else 0,
+    )
+
+
+def _zero_bytes(count: ParameterCount, settings: StepSettings, sharding: Sharding) -> StateBytes:
+    """DeepSpeed trains a half-precision copy and updates float32 weights, which are divided, as the optimizer's states are; whichever
+    optimizer updates them, they are there."""
+    half = settings.precision in ("bf16", "fp16")
+    weights = min(count.weights_bytes, 2 * count.elements) if half else count.weights_bytes
+    if sharding.engine == "zero3":
+        weights = 0 if sharding.offload_parameters else weights // sharding.world_size
+    states = 0
+    if not sharding.offload_optimizer:
+        of_the_optimizer = 8 * count.trained_elements if settings.optim in TORCH_ADAM else _optimizer_bytes(count, settings.optim)
+        states = ((4 * count.trained_elements if half else 0) + of_the_optimizer) // sharding.world_size
+    return StateBytes(weights_bytes=weights, gradients_bytes=0, optimizer_bytes=states)
+
+
+def _optimizer_bytes(count: ParameterCount, optim: str) -> int:
+    """0 for an optimizer whose states are not known here: still a bound."""
+    if optim in TORCH_ADAM:
+        return 2 * count.trained_bytes
+    known = bitsandbytes_states(optim)
+    if known is None:
+        return 0
+    return sum(one.count * known.element_bytes(one.elements, embedding=one.embedding) for one in count.trained)
+
+
+def _update_bytes(count: ParameterCount) -> int:
+    """foreach works through one group of one dtype at a time."""
+    groups: Counter[tuple[int, bool]] = Counter()
+    for one in count.trained:
+        groups[(one.element_bytes, one.decays)] += one.count * one.elements * one.element_bytes
+    return max(groups.values(), default=0)
+
+
+def counted(workload: Workload) -> ParameterCount:
+    """The parameters as the model has them while it trains, read off the meta device."""
+    import torch
+
+    with torch.device("meta"):
+        model = workload.build_model()
+    return count_parameters(model, text_only=workload.shape.kind in ("text", "text_to_text"))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from hfopt.errors import TraceError
 from hfopt.memory.allocator import AllocatorOptions, CachingAllocator
 from hfopt.schema import MemoryPeak
-from hfopt.trace.kernel_sizes import FORMULAS, TILE
+from hfopt.trace.events import FORMULAS, TILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,7 +86,7 @@ class Timeline:
 
     def of_window(self, batches: int, *, third: bool) -> Timeline | None:
         """The same with so many batches in a step's window; None where it does not show its windows. third: and a third micro-batch."""
-        from hfopt.memory.whole_window import whole_window
+        from hfopt.memory.real_steps import whole_window
 
         return whole_window(self, batches, third=third)
 

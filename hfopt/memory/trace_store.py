@@ -2,7 +2,7 @@
 
 A trace is kept without the card it was made for. What depends on the card is put back when it is read: the context, the multiprocessors
 that a reduction splits over, cuBLAS's workspace; and a kernel that was chosen by the card's capability is a condition of the entry
-(`kernel_sizes.answers_noted`), so a trace made for one card answers for every other that chooses alike, to the byte. A curve that is not a
+(`trace.events.answers_noted`), so a trace made for one card answers for every other that chooses alike, to the byte. A curve that is not a
 timeline (a line through two peaks, a model that loops over its samples) answers for its own card only.
 """
 
@@ -17,19 +17,17 @@ from typing import Any
 from hfopt.memory.allocator import AllocatorOptions, parse_alloc_conf
 from hfopt.memory.counted_step import counted_parameters
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve, WritingBytes
-from hfopt.memory.layer_extrapolation import DepthCurve
-from hfopt.memory.lengths import Growth, VaryingLengths
+from hfopt.memory.evaluation import AffineBytes, EvaluationCurve, WritingBytes
+from hfopt.memory.layer_extrapolation import DepthCurve, RoughStep
 from hfopt.memory.per_sample import PerSampleTimeline, SampleMatch
 from hfopt.memory.phase_curve import PhaseCurve
-from hfopt.memory.rough_estimate import ParameterCount, RoughStep, TrainedTensors, counted
-from hfopt.memory.step_memory import Estimate, context_bytes, estimate
+from hfopt.memory.real_steps import Growth, VaryingLengths
+from hfopt.memory.step_memory import Estimate, ParameterCount, TrainedTensors, context_bytes, counted, estimate
 from hfopt.memory.timeline import AffineFormula, BatchInputs, Timeline
 from hfopt.model.stored_workload import whole
 from hfopt.schema import CompiledStep, GenerationSettings, LengthSpread, OpCost, StepSettings, Workload
 from hfopt.store import NotPlainError, Store, default_store, from_json, to_json
-from hfopt.trace.events import Trace, Where
-from hfopt.trace.kernel_sizes import Formula, Kernels, answers_alike, answers_noted, of_card
+from hfopt.trace.events import Formula, Kernels, Trace, Where, answers_alike, answers_noted, of_card
 
 _CLASSES = (
     *(Estimate, MemoryCurve, DepthCurve, VaryingLengths, Growth, Timeline, PerSampleTimeline, SampleMatch, AffineFormula, LengthSpread),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ import torch
 from torch import nn
 
 from hfopt.errors import WorkloadError
-from hfopt.facts.loss_rule import over_the_batch
 from hfopt.schema import GENERATING, Task
 
 Loss = Callable[[Any, dict[str, Any]], Any]
@@ -70,6 +69,13 @@ def why_batch_dependent(model: nn.Module, task: Task, accepts: frozenset[str]) -
         if any(p.requires_grad for p in module.parameters()):
             return f"{name} normalises over the batch ({type(module).__name__})"
     return None
+
+
+def over_the_batch(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that take statistics over the batch, which no rule can see in evaluation mode."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield name, module
 
 
 REFERENCE = "reference_model"  # the name under which a recipe attaches it

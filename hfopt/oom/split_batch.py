@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from hfopt.facts.loss_rule import LossShape, Rule, RuleName, counted, explains, over_the_batch
+from hfopt.facts.loss_rule import LossShape, Rule, RuleName, counted, explains
+from hfopt.model.losses import over_the_batch
 from hfopt.oom.step_down import Refusal
 
 Inputs = Any  # a dict, BatchEncoding or BatchFeature

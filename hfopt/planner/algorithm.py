@@ -178,7 +178,7 @@ def _planned(
         current=current,
         before=before,
         feeding=feeding,
-        result=Confirmed(found=found, verdict=Tried(chosen=0, trial=None)),
+        result=Confirmed(found=found, verdict=Tried(chosen=0, trial=None), winner=found.ranked[0]),
         neutrality=search.neutrality,
         evaluation=evaluation,
     )

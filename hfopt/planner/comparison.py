@@ -20,14 +20,15 @@ from typing import Literal
 from hfopt.errors import ConfigError, NothingFits
 from hfopt.hardware.detect import named
 from hfopt.hardware.prices import HF_JOBS, RentalOffer, cheapest
-from hfopt.job.request import NamedHost, Request, with_host
+from hfopt.job.request import Request
 from hfopt.job.subject import USE_CPU, Subject, from_file
-from hfopt.memory.kept_replays import replays_kept
+from hfopt.memory.curve import replays_kept
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.algorithm import plan_subject
 from hfopt.planner.result import Plan, chosen_output
 from hfopt.schema import Assumption
 from hfopt.schema.outputs import CardPlanned, CardRank, CardTooSmall, OfferOutput, RunOnCard
+from hfopt.speed.calibration import NamedHost, with_host
 from hfopt.speed.device_speed import cards_error, efficiency, limits
 from hfopt.store import default_store
 from hfopt.units import format_energy, format_percent, format_rate, format_seconds

@@ -253,7 +253,7 @@ def _assumed(planning: Planning) -> tuple[Assumption, ...]:
     """The picture of the job, of vLLM beside it, of its evaluation and of its compiled step."""
     vllm, evaluation, winner = planning.device.vllm, planning.evaluation, planning.result.winner[0]
     beside = () if vllm is None else vllm.assumed
-    compiled = compile_assumed(winner, planning.pricing.compiled(winner))
+    compiled = (compile_assumed(planning.pricing.compiled(winner)),) if winner.torch_compile else ()
     return (*planning.device.assumed, *beside, *(() if evaluation is None else evaluation.reading.assumed), *compiled)
 
 
@@ -269,7 +269,8 @@ def _compiling_differs(planning: Planning) -> tuple[str, ...]:
     subject, gpu, pricing, winner = planning.subject, planning.device.gpu, planning.pricing, planning.result.winner[0]
     refused = compile_choices(subject, planning.request.allow, gpu).note
     maybe = uncollected_note(pricing.compiled(winner), winner.per_device_batch, pricing.memory(winner)) if winner.torch_compile else ()
-    return (*(() if refused is None else (refused,)), *compile_note(subject, gpu), *pricing.uncompiled, *maybe)
+    own = compile_note(subject, gpu) if subject.job.settings.torch_compile else ()
+    return (*(() if refused is None else (refused,)), *own, *pricing.uncompiled, *maybe)
 
 
 _GUESSED_SIZES = ("length", "prompt length", "audio", "image")

@@ -25,7 +25,7 @@ from hfopt.errors import ConfigError, NothingFits, TraceError
 from hfopt.facts.training_keys import installed
 from hfopt.job.request import Request
 from hfopt.job.subject import Subject
-from hfopt.memory.rough_estimate import state_bytes
+from hfopt.memory.step_memory import state_bytes
 from hfopt.memory.trace_store import kept_count, kept_names
 from hfopt.planner.block_recompute import OWN, WHY, as_chosen, with_own_checkpointing
 from hfopt.planner.result import Plan

@@ -190,7 +190,8 @@ def memory_table(
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu), *compile_note(subject, gpu))
+    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu))
+    named += compile_note(subject, gpu) if job.settings.torch_compile else ()
     kernels = missing_kernels(gpu, torch_build())
     notes = [
         *(() if kernels is None else (str(kernels),)),
@@ -239,7 +240,7 @@ def memory_table(
         rows=tuple(rows),
         largest=largest,
         seconds=seconds,
-        assumed=(*assumed, *compile_assumed(own, compiled)),
+        assumed=(*assumed, *((compile_assumed(compiled),) if own.torch_compile else ())),
         notes=tuple(notes),
         evaluation=evaluation,
     )

@@ -1,9 +1,9 @@
 """Nothing fits: settled by counting where that is enough, and answered with what would fit, priced in seconds and ranked.
 
-Every remedy is priced by a rough step (`memory/rough_estimate.py`): weights, gradients and states are counted, the rest comes from shallow
-traces, one pair for each model that is tried, or from formulas where the model itself was counted (`memory/counted_step.py`). What does
-not fit by counting alone is never traced. Remedies that leave the training as it is come first, those that train something else last;
-among equals the faster one first.
+Every remedy is priced by a rough step (`memory/layer_extrapolation.py`): weights, gradients and states are counted, the rest comes from
+shallow traces, one pair for each model that is tried, or from formulas where the model itself was counted (`memory/counted_step.py`). What
+does not fit by counting alone is never traced. Remedies that leave the training as it is come first, those that train something else
+last; among equals the faster one first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware import catalog
 from hfopt.job.subject import Subject, workload_of
 from hfopt.memory.counted_step import counted_step
-from hfopt.memory.rough_estimate import RoughStep, depths_of, rough_step, state_bytes
+from hfopt.memory.layer_extrapolation import RoughStep, rough_depths, rough_step
+from hfopt.memory.step_memory import state_bytes
 from hfopt.memory.trace_store import kept_rough_step
 from hfopt.model.stored_workload import workload_key
 from hfopt.planner.remedies import EFFECTS, MemoryRemedy, remedies, together
@@ -204,7 +205,7 @@ class Rescue:
 
     def _models(self, job: TrainJob | None) -> list[Workload]:
         workload = self.subject.workload
-        depths = depths_of(workload)
+        depths = rough_depths(workload)
         if job is not None:
             return [workload_of(job)] if depths is None else [workload_of(job, layers=layers) for layers in depths]
         made = [] if depths is None or workload.with_layers is None else [workload.with_layers(layers) for layers in depths]

@@ -20,7 +20,7 @@ from typing import Any
 from hfopt.compat import package_version
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import named
-from hfopt.job.request import Request, with_host
+from hfopt.job.request import Request
 from hfopt.job.subject import Subject, from_file
 from hfopt.memory.trace_store import TraceStore
 from hfopt.planner.choices import current_candidate
@@ -28,6 +28,7 @@ from hfopt.planner.result import Plan
 from hfopt.pricing.target_device import device_of
 from hfopt.redact import json_words, scrub
 from hfopt.schema.outputs import CardDiffOutput, DiffOutput, SettingsOutput, SideOutput
+from hfopt.speed.calibration import with_host
 from hfopt.speed.device_speed import settings_error
 from hfopt.store import default_store
 from hfopt.units import format_bytes, format_percent, format_rate

@@ -195,12 +195,8 @@ MOST_ROUNDS = 2
 class Confirmed:
     found: SearchResult
     verdict: Tried
+    winner: tuple[Candidate, StepTime]  # of `found.ranked`, the one that `verdict` chose
     correction: Correction | None = None
-
-    @property
-    def winner(self) -> tuple[Candidate, StepTime]:
-        assert self.verdict.chosen is not None
-        return self.found.ranked[self.verdict.chosen]
 
 
 def confirmed(
@@ -217,7 +213,7 @@ def confirmed(
         if not again.ranked:
             break
         if again.ranked[0][0] == state.winner[0]:
-            return replace(state, found=again, verdict=replace(state.verdict, chosen=0))
+            return replace(state, found=again, verdict=replace(state.verdict, chosen=0), winner=again.ranked[0])
         retried = _tried(again, pricing, run, timed_from)
         runs = state.verdict.runs + retried.verdict.runs
         failed = (*state.verdict.failed, *retried.verdict.failed)
@@ -245,7 +241,7 @@ def _tried(found: SearchResult, pricing: Pricing, run: Run, timed_from: Candidat
             hint="free memory on the device, leave more of it with --headroom, or see --allow",
         )
     correction = pricing.compare(trial) if trial is not None and trial.outcome == "ok" else None
-    return Confirmed(found=found, verdict=verdict, correction=correction)
+    return Confirmed(found=found, verdict=verdict, winner=found.ranked[verdict.chosen], correction=correction)
 
 
 Where = Literal["cuda", "cpu", "virtual"]

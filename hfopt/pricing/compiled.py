@@ -15,7 +15,7 @@ from hfopt.job.subject import Subject
 from hfopt.memory.step_memory import Estimate
 from hfopt.memory.trace_store import kept_compiled
 from hfopt.probe.compiled_step import PLANNED_AS, compiled_step, why_not
-from hfopt.schema import Assumption, Candidate, CompiledStep, Gpu, MemoryPeak, StepSettings, StepTime, Workload
+from hfopt.schema import Assumption, CompiledStep, Gpu, MemoryPeak, StepSettings, StepTime, Workload
 from hfopt.units import format_bytes, format_seconds
 
 COMPILE = "torch_compile"
@@ -53,8 +53,6 @@ def compiler_of(subject: Subject, gpu: Gpu | None) -> Compiler | None:
 def compile_note(subject: Subject, gpu: Gpu | None) -> tuple[str, ...]:
     """What is made of a `torch_compile: true` of the config, where it is not simply looked at."""
     settings = subject.job.settings
-    if not settings.torch_compile:
-        return ()
     if (reason := why_not_compiled(subject, gpu)) is not None:
         return (f"{COMPILE}: true is in the time by a rule and not in the memory, which is the eager step's: {reason}",)
     planned = PLANNED_AS.get(settings.compile_mode, "default")
@@ -74,13 +72,11 @@ def uncollected_note(compiled: CompiledStep | None, batch: int, peak: MemoryPeak
     )
 
 
-def compile_assumed(candidate: Candidate, compiled: CompiledStep | None) -> tuple[Assumption, ...]:
+def compile_assumed(compiled: CompiledStep | None) -> Assumption:
     """What the figures of a compiled step rest on."""
-    if not candidate.torch_compile:
-        return ()
     if compiled is None:
-        return (Assumption(what=COMPILE, value="with the eager step's memory", guessed=True),)
-    return (Assumption(what=COMPILE, value=f"({compiled.mode}) as compiled on the virtual GPU, not compared with a card"),)
+        return Assumption(what=COMPILE, value="with the eager step's memory", guessed=True)
+    return Assumption(what=COMPILE, value=f"({compiled.mode}) as compiled on the virtual GPU, not compared with a card")
 
 
 def run_steps(subject: Subject) -> float | None:
@@ -91,9 +87,9 @@ def run_steps(subject: Subject) -> float | None:
     return None if job.data.samples is None else job.settings.epochs * job.data.samples / job.effective_batch
 
 
-def over_the_run(time: StepTime, compiled: CompiledStep | None, steps: float | None) -> StepTime:
+def over_the_run(time: StepTime, compiled: CompiledStep, steps: float | None) -> StepTime:
     """With the compile spread over the steps; as it is where their number is not known."""
-    if compiled is None or not steps:
+    if not steps:
         return time
     share = time.step_s / (time.step_s + compiled.compile_s / steps)
     return replace(

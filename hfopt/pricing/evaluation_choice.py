@@ -35,7 +35,7 @@ from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hfopt.memory.curve import MemoryCurve
-    from hfopt.memory.evaluation_curve import EvaluationCurve
+    from hfopt.memory.evaluation import EvaluationCurve
 
 
 BATCH = EVALUATION_BATCH
@@ -303,7 +303,7 @@ def trace_evaluation(subject: Subject, reading: EvaluationReading, workload: Wor
     generation = reading.settings.generation
 
     def trace(whole: Workload) -> EvaluationCurve:
-        from hfopt.memory.evaluation_step import evaluation_curve
+        from hfopt.memory.evaluation import evaluation_curve
 
         preprocess = getattr(subject.trainer, "preprocess_logits_for_metrics", None)
         return evaluation_curve(whole, settings, generation=generation, preprocess=preprocess)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hfopt.compat.versions import missing_kernels, torch_build
 from hfopt.config.settings import sharding_of, step_settings
 from hfopt.hardware import catalog
-from hfopt.job.request import NamedHost, Progress, Request, named_host
+from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, workload_of
 from hfopt.memory.counted_step import budget_bytes
 from hfopt.memory.trace_store import TraceStore
@@ -21,7 +21,7 @@ from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
 from hfopt.pricing.trace_ahead import Estimator
 from hfopt.schema import Assumption, Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
-from hfopt.speed.calibration import calibrated, for_device
+from hfopt.speed.calibration import NamedHost, calibrated, for_device, named_host
 from hfopt.speed.device_speed import Speed, speed_of
 from hfopt.speed.step_time import RankTraffic
 from hfopt.store import default_store

@@ -4,20 +4,26 @@ A few kernels (matrix products by dtype, a large copy, a reduction, many tiny op
 says what the host needs for each launch. Kept in the cache folder, one file per device, and used by later plans for the same device
 under the same version of torch; a calibration of another card, CPU or torch is named and left alone. Rates were measured at whatever
 clock the card sustained, so no power rule is applied on top of them.
+
+`--host` takes what is known of another machine, separated by commas: its cores (`16cores`), what it needs to launch a kernel in the forward
+(`30us`), or the JSON that `hfopt calibrate` wrote there, which says both.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from hfopt.compat import package_version
+from hfopt.errors import ConfigError
 from hfopt.files import location, write_private
-from hfopt.schema import Gpu, Host
+from hfopt.schema import Gpu, Hardware, Host
 from hfopt.speed.device_speed import Speed
+from hfopt.units import GIB
 
 FORMAT = 1
 CPU = "CPU"
@@ -149,3 +155,56 @@ def _read(path: Path) -> Calibration | None:
 
 def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")[:80]
+
+
+# ------------------------------------------------------------------------------------------------- another machine: --host
+
+_LAUNCH, _CORES = re.compile(r"(\d+(?:\.\d+)?)\s*[uµμ]s"), re.compile(r"(\d+(?:\.\d+)?)\s*cores?")
+RAM_OF_A_CORE = 15 * GIB // 4  # HF Jobs' t4-small and l4x1 (docs/hub/jobs-pricing), Google's n1-standard; AWS's g4dn to g6e have 4 GiB
+_HINT = "for example --host 16cores, --host 30us, --host 16cores,30us or the JSON file of `hfopt calibrate` there"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedHost:
+    """The machine a run will be on; None: as here, or as the table has it."""
+
+    cores: float | None = None
+    launch_s: float | None = None  # a kernel of the forward
+    launch_scale: float | None = None  # against the table
+    source: str | None = None  # the file of a calibration
+
+
+def named_host(text: str | None) -> NamedHost:
+    """`--host`, read."""
+    host = NamedHost()
+    for part in [part.strip() for part in (text or "").split(",") if part.strip()]:
+        launch, cores = _LAUNCH.fullmatch(part.lower()), _CORES.fullmatch(part.lower())
+        if launch and float(launch[1]) > 0:
+            host = replace(host, launch_s=float(launch[1]) * 1e-6)
+        elif cores and float(cores[1]) > 0:
+            host = replace(host, cores=float(cores[1]))
+        elif Path(part).is_file():
+            made = _of_file(Path(part))
+            host = replace(host, cores=made.cores, launch_scale=made.launch_scale, source=part)
+        else:
+            raise ConfigError(f"--host {part}: neither a number of cores, a time of a launch nor a file", hint=_HINT)
+    return host
+
+
+def with_host(hardware: Hardware, host: NamedHost) -> Hardware:
+    """The same cards beside that host. Another machine has another RAM: as much for a core as rented ones have at least."""
+    if host.cores is None:
+        return hardware
+    here = hardware.host
+    ram, free = (int(host.cores * RAM_OF_A_CORE),) * 2 if hardware.hypothetical else (here.ram_bytes, here.ram_free_bytes)
+    return replace(hardware, host=Host(cores=host.cores, ram_bytes=ram, ram_free_bytes=free, cpu_name=here.cpu_name))
+
+
+def _of_file(path: Path) -> Calibration:
+    try:
+        made = from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--host {path} cannot be read: {error}") from error
+    if made is None:
+        raise ConfigError(f"--host {path} is no calibration", hint=_HINT)
+    return made

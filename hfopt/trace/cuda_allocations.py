@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from hfopt.trace.events import COLUMN_REDUCTION, EFFICIENT_BACKWARD, Formula, Kernels, SizedTemporary, Step, constant, round_up
 from hfopt.trace.fake_tensors import twin
-from hfopt.trace.kernel_sizes import COLUMN_REDUCTION, EFFICIENT_BACKWARD, Formula, Kernels, SizedTemporary, Step, constant, round_up
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from hfopt.compat import installed_torch
-from hfopt.trace.kernel_sizes import at_least, one_of
+from hfopt.trace.events import at_least, one_of
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

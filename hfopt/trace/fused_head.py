@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hfopt.trace.kernel_sizes import SLICE, TILE, Formula
+from hfopt.trace.events import SLICE, TILE, Formula
 
 if TYPE_CHECKING:
     from hfopt.trace.op_cost import Cost

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from hfopt.schema import StepSettings
+from hfopt.trace.events import at_least
 from hfopt.trace.fused_head import Tile, add_product
-from hfopt.trace.kernel_sizes import at_least
 from hfopt.trace.recorder import AT_WORK
 
 _COPIES_GRADIENT = frozenset({"gemma2", "gemma3_text", "glm4", "olmo2"})  # in_place=False: the residual needs the one that came in

@@ -27,10 +27,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfopt.trace.cuda_allocations import CTC, RULES, ctc_output
-from hfopt.trace.events import FREED, Category, Phase, Trace, Where
+from hfopt.trace.events import FREED, Category, Formula, KeptWorkspace, Kernels, Phase, SizedTemporary, Trace, Where
 from hfopt.trace.fake_tensors import UNPRICED, FastFake, Values
 from hfopt.trace.fused_head import Tile
-from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels, SizedTemporary
 
 
 class ModuleNames:

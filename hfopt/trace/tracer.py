@@ -34,10 +34,9 @@ from hfopt.model.loading import card_loads
 from hfopt.model.stored_workload import whole
 from hfopt.schema import StepSettings, Workload
 from hfopt.trace.cuda_choices import cuda_rules, grouped_windows
-from hfopt.trace.events import Trace
+from hfopt.trace.events import Kernels, Trace
 from hfopt.trace.fake_tensors import FastFake, Values, attach
 from hfopt.trace.fused_head import tiled_heads
-from hfopt.trace.kernel_sizes import Kernels
 from hfopt.trace.liger import use_liger
 from hfopt.trace.op_cost import cost
 from hfopt.trace.recorder import CostFunction, ModuleNames, Recorder, at_work

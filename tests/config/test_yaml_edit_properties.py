@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from hfopt.config.argument_values import same
 from hfopt.config.read_job import load_bytes
+from hfopt.config.training_arguments import same
 from hfopt.config.yaml_edit import edit
 from hfopt.errors import ConfigError
 from hfopt.schema import Change

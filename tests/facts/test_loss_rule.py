@@ -14,7 +14,6 @@ from hfopt.facts.loss_rule import (
     explains,
     is_separable,
     left_to_the_loss,
-    over_the_batch,
     uses_items,
     weights,
 )
@@ -72,4 +71,3 @@ def test_modules_keep_their_own_flags() -> None:
         assert not any(module.training for module in model.modules())
         assert not model[0](torch.zeros(1, 2)).requires_grad
     assert [module.training for module in model] == [True, False]
-    assert [name for name, _ in over_the_batch(model)] == ["1"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hfopt.memory.counted_step import block_sizes, counted_parameters, counted_step, most_bytes
-from hfopt.memory.rough_estimate import DEEP, SHALLOW, RoughStep, rough_step
+from hfopt.memory.layer_extrapolation import FEW_LAYERS, MORE_LAYERS, RoughStep, rough_step
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.model.known_models import find
@@ -52,7 +52,7 @@ def test_a_counted_step_is_close_to_a_traced_one(name: str, length: int, adapted
     sizes = sizes_of(name)
     assert sizes is not None
     settings = replace(SETTINGS, accumulation=2 if lora is None else 1)
-    made = [from_spec(model, DataSpec(max_length=length), layers=layers) for layers in (SHALLOW, DEEP)]
+    made = [from_spec(model, DataSpec(max_length=length), layers=layers) for layers in (FEW_LAYERS, MORE_LAYERS)]
     traced, counted = rough_step(made, sizes.layers, settings, 1), counted_step(sizes, model, settings, batch=1, length=length)
     assert counted is not None and counted.count.trained_bytes == pytest.approx(traced.count.trained_bytes, rel=1e-3)
     assert counted.device_bytes(settings) == pytest.approx(traced.device_bytes(settings), rel=0.05)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.lengths import Growth, VaryingLengths
+from hfopt.memory.real_steps import Growth, VaryingLengths
 from hfopt.memory.timeline import AffineFormula, Timeline
 from hfopt.schema import LengthSpread
-from hfopt.trace.events import Where
-from hfopt.trace.kernel_sizes import TILE
+from hfopt.trace.events import TILE, Where
 from hfopt.units import MIB
 
 CONTEXT = 100 * MIB

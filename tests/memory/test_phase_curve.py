@@ -8,7 +8,8 @@ import pytest
 
 from hfopt.errors import TraceError
 from hfopt.memory.phase_curve import CompiledRun, PhaseCurve, phase_curve, uncollected
-from hfopt.trace.events import FREED, Moment, trace_of
+from hfopt.probe.compiled_step import Moment, trace_of
+from hfopt.trace.events import FREED
 
 WEIGHT, STATE, ACTIVATION, HEAD = 10_000, 20_000, 3_000, 700
 

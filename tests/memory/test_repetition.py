@@ -10,7 +10,7 @@ from hfopt.memory.curve import MemoryCurve
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import FREED, ThirdStep, alone
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels
 from hfopt.trace.tracer import Tracer, prepared
 from hfopt.trace.trainer_step import trainer_script
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hfopt.compat import installed_torch
-from hfopt.memory.rough_estimate import count_parameters, counted, deeper_count, depths_of, rough_step, state_bytes
-from hfopt.memory.step_memory import traced
+from hfopt.memory.layer_extrapolation import rough_depths, rough_step
+from hfopt.memory.step_memory import count_parameters, counted, deeper_count, state_bytes, traced
 from hfopt.model.from_config import from_spec
 from hfopt.schema import Checkpointing, DataSpec, Lora, ModelSpec, Quantization, Sharding, StepSettings, Workload
 from hfopt.units import MIB
@@ -113,7 +113,7 @@ def test_counts_are_carried_on_to_more_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optim", ["adamw_torch", "paged_adamw_8bit"])
 def test_a_rough_step_is_near_the_trace(tmp_path: Path, optim: str, accumulation: int) -> None:
     work = workload(tmp_path, "llama", layers=8, weights_dtype="float32")
-    assert depths_of(work) == (1, 3) and work.with_layers is not None
+    assert rough_depths(work) == (1, 3) and work.with_layers is not None
     settings = StepSettings(precision="bf16", optim=optim, accumulation=accumulation, checkpointing=Checkpointing(every_n_layers=1))
     shallow = [work.with_layers(layers) for layers in (1, 3)]
     step = rough_step([one for one in shallow if one is not None], work.layers, settings, 2)

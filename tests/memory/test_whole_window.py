@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.lengths import VaryingLengths
+from hfopt.memory.real_steps import VaryingLengths
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import Timeline, alone
 from hfopt.schema import StepSettings, Workload
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels
 from hfopt.trace.tracer import Tracer, prepared
 from hfopt.trace.trainer_step import TrainerLoop, trainer_script
 

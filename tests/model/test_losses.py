@@ -12,6 +12,7 @@ import torch
 from hfopt.errors import WorkloadError
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
+from hfopt.model.losses import over_the_batch
 from hfopt.schema import DataSpec, Lora, ModelSpec, StepSettings
 
 Tiny = Callable[..., str]
@@ -109,3 +110,8 @@ def test_what_is_left_out_is_said(tiny: Tiny, trainer: str, words: str) -> None:
 def test_no_pairs_no_batch(tiny: Tiny) -> None:
     with pytest.raises(WorkloadError, match="batch of 0 pairs"):
         from_spec(ModelSpec(name=tiny("llama")), DATA, trainer="DPO").make_batch(0)
+
+
+def test_layers_that_take_statistics_over_the_batch_are_named() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.LayerNorm(2))
+    assert [name for name, _ in over_the_batch(model)] == ["1"]

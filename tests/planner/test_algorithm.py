@@ -14,8 +14,7 @@ import yaml
 
 from hfopt.errors import ConfigError, NothingFits, WorkloadError
 from hfopt.job.subject import from_file
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.kept_replays import Replay
+from hfopt.memory.curve import MemoryCurve, Replay
 from hfopt.memory.step_memory import Estimate, estimate
 from hfopt.planner import Plan, Request, plan
 from hfopt.planner.algorithm import plan_subject

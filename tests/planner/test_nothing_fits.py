@@ -14,7 +14,7 @@ import yaml
 
 from hfopt.errors import NothingFits, WorkloadError
 from hfopt.job.subject import from_file
-from hfopt.memory import rough_estimate
+from hfopt.memory import step_memory
 from hfopt.planner import Request, nothing_fits, plan
 from hfopt.planner.choices import current_candidate
 from hfopt.planner.nothing_fits import Rescue, _larger_card
@@ -164,7 +164,7 @@ def test_sharding_divides_states_but_not_activations(rescue: Callable[..., Rescu
     told = found._shards(step, StepSettings(optim="adamw_torch"))
     assert told is not None
     cards, needed = told
-    states = rough_estimate.state_bytes(step.count, StepSettings(optim="adamw_torch")).total_bytes
+    states = step_memory.state_bytes(step.count, StepSettings(optim="adamw_torch")).total_bytes
     assert cards >= 2 and needed > states / cards + step.activations_bytes
 
 

@@ -13,10 +13,10 @@ from made_plan import CANDIDATE, CHOSEN, FACTS
 from hfopt.cli.compare import _aim, _as_data, _assumed, _cells, _seconds, _show, _show_job
 from hfopt.errors import ConfigError
 from hfopt.hardware.prices import RentalOffer, public_offers
-from hfopt.job.request import NamedHost
 from hfopt.planner.comparison import Limits, Row, _host_of, front, job_command, ordered, winners
 from hfopt.planner.result import Plan
 from hfopt.schema import Assumption, Checkpointing, EngineChoice
+from hfopt.speed.calibration import NamedHost
 
 NO_LIMITS = Limits()
 

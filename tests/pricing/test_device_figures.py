@@ -10,13 +10,12 @@ import pytest
 
 from hfopt.errors import ConfigError
 from hfopt.hardware import catalog
-from hfopt.job.request import NamedHost, named_host, with_host
 from hfopt.planner import calibrate_device as calibrate
 from hfopt.planner.calibrate_device import MeasuredStep, with_step
 from hfopt.pricing.target_device import device_figures
 from hfopt.schema import Hardware, Host, OpCost
 from hfopt.speed import calibration
-from hfopt.speed.calibration import Calibration, calibrated, keep
+from hfopt.speed.calibration import Calibration, NamedHost, calibrated, keep, named_host, with_host
 from hfopt.speed.device_speed import speed_of
 from hfopt.speed.step_time import StepTimer
 

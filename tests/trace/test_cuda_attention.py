@@ -10,7 +10,7 @@ import torch
 
 from hfopt.trace.cuda_allocations import efficient_forward, flash_backward
 from hfopt.trace.cuda_choices import Attention
-from hfopt.trace.kernel_sizes import Formula, Kernels, efficient_tile
+from hfopt.trace.events import Formula, Kernels, efficient_tile
 
 
 def _heads(dtype: torch.dtype, width: int = 64) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.trace.kernel_sizes import Formula
+from hfopt.trace.events import Formula
 
 
 @pytest.mark.parametrize(

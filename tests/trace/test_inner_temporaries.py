@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hfopt.trace.cuda_allocations import RULES
-from hfopt.trace.kernel_sizes import Formula, Kernels
+from hfopt.trace.events import Formula, Kernels
 
 KERNELS = Kernels(capability=(8, 6), multiprocessors=28)
 backward = RULES[torch.ops.aten.convolution_backward.default]

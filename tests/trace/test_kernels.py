@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.memory.step_memory import context_bytes
-from hfopt.trace.kernel_sizes import Formula, KeptWorkspace, Kernels
+from hfopt.trace.events import Formula, KeptWorkspace, Kernels
 from hfopt.units import KIB, MIB
 
 

@@ -11,8 +11,8 @@ import torch
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.schema import Checkpointing, DataSpec, ModelSpec, StepSettings
+from hfopt.trace.events import FORMULAS
 from hfopt.trace.fused_head import Tile
-from hfopt.trace.kernel_sizes import FORMULAS
 
 pytest.importorskip("trl", reason="TRL is not installed: its 1.0 asks for a newer transformers than the oldest here")
 VOCABULARY, LENGTH = 70_000, 512

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hfopt.trace.events import FREED, Moment, Trace, trace_of
+from hfopt.probe.compiled_step import Moment, trace_of
+from hfopt.trace.events import FREED, Trace
 
 STEP = ("step", "forward", "backward", "optimizer")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hfopt.memory.allocator import CachingAllocator
-from hfopt.memory.lengths import drawn_lengths, growth, shortened, shorter_length, varying
+from hfopt.memory.real_steps import drawn_lengths, growth, shortened, shorter_length, varying
 from hfopt.memory.step_memory import estimate
 from hfopt.memory.timeline import FREED, combine
 from hfopt.schema import LengthSpread, StepSettings, Workload
-from hfopt.trace.kernel_sizes import Kernels
+from hfopt.trace.events import Kernels
 from hfopt.trace.tracer import Tracer, TraceSession, prepared
 from hfopt.trace.trainer_step import trainer_script
 

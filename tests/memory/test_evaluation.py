@@ -15,8 +15,7 @@ import pytest
 from evaluated_models import LENGTH, MODELS, batch_of
 
 from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.evaluation_curve import EvaluationCurve
-from hfopt.memory.evaluation_step import evaluation_curve
+from hfopt.memory.evaluation import EvaluationCurve, evaluation_curve
 from hfopt.memory.step_memory import estimate
 from hfopt.schema import BatchShape, EvaluationSettings, GenerationSettings, Gpu, StepSettings, Workload
 from hfopt.units import GIB, MIB

@@ -10,9 +10,8 @@ import pytest
 
 from hfopt import store
 from hfopt.memory.allocator import AllocatorOptions
-from hfopt.memory.curve import MemoryCurve
-from hfopt.memory.evaluation_curve import AffineBytes, EvaluationCurve
-from hfopt.memory.kept_replays import replays_kept
+from hfopt.memory.curve import MemoryCurve, replays_kept
+from hfopt.memory.evaluation import AffineBytes, EvaluationCurve
 from hfopt.memory.timeline import Timeline
 from hfopt.schema import EvaluationSettings
 from hfopt.store import OFF, Store, default_store
