@@ -174,7 +174,7 @@ class Told:
     def __init__(self) -> None:
         self.failure: RunFailure | None = None
 
-    def goes_on_with(self, settings: NextSettings) -> None:
+    def start_again_with(self, settings: NextSettings) -> None:
         pass
 
     def failed(self, failure: RunFailure) -> None:

@@ -38,7 +38,7 @@ from hfopt.errors import HfoptError, NothingFits
 from hfopt.hardware.detect import named
 from hfopt.memory.step_memory import context_bytes, estimate
 from hfopt.planner import Plan, plan
-from hfopt.pricing.trace_ahead import Estimator
+from hfopt.pricing.forked_traces import Estimator
 from hfopt.schema import Candidate
 
 FILLED = 0.85

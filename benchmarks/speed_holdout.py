@@ -6,7 +6,7 @@ Rows are those of speed_accuracy.py and trainer_runs.py together. The shares sta
 coordinate descent on the mean over sources of |log(predicted / measured)|, so that each source counts once, plus what pulls each share
 back to its start. Without that pull (--pull 0) a handful of rows pushes shares that no other row sees to the edge. The power rule's
 constants stay: they were fitted on matrix products alone (matmul_power.py). Ranges come from the same folds: the share of error that 80 %
-of the other sources' left-out rows keep within (each source counts once) is the range a source's rows are held against. The last line is
+of the other sources' left-out rows keep within (each source counts once) is the range a source's rows are compared with. The last line is
 one JSON object.
 """
 

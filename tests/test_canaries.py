@@ -30,6 +30,11 @@ Table = Mapping[str, tuple[str, ...]]
 NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
     "torch": {
         "compat/torch_patches": (
+            "torch._inductor.output_code.CompiledFxGraph",
+            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run",
+            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.precompile",
+            "torch._dynamo.utils.counters",
+            "torch._dynamo.reset",
             "torch.backends.cuda.matmul.allow_tf32",
             "torch.backends.cudnn.allow_tf32",
             "torch.nn.Module.register_parameter",
@@ -62,7 +67,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         ),
         "model/losses": ("torch.nn.modules.batchnorm._BatchNorm",),
-        "trace/optimizers": ("torch._foreach_add_",),
+        "trace/trainer_step": ("torch._foreach_add_",),
         "trace/recorder": (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.nn.modules.module.register_module_forward_hook",
@@ -81,7 +86,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch._C._set_throw_on_mutable_data_ptr",
             "torch.Tensor._make_subclass",
         ),
-        "trace/cuda_autocast": (
+        "trace/cuda_choices": (
             "torch._C.DispatchKey.AutocastCPU",
             "torch._C.DispatchKeySet",
             "torch._C._ExcludeDispatchKeyGuard",
@@ -90,8 +95,6 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.utils._pytree.tree_map_only",
             "torch.ops.aten._softmax",
             "torch.ops.aten._log_softmax",
-        ),
-        "trace/cuda_attention": (
             "torch.ops.aten._scaled_dot_product_attention_math",
             "torch.ops.aten._scaled_dot_product_flash_attention",
             "torch.ops.aten._scaled_dot_product_efficient_attention",
@@ -121,13 +124,6 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "torch.utils.weak.WeakTensorKeyDictionary",
             "torch.library.register_kernel",
             "torch.overrides._get_current_function_mode",
-        ),
-        "compat/inductor_patches": (
-            "torch._inductor.output_code.CompiledFxGraph",
-            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run",
-            "torch._inductor.runtime.triton_heuristics.CachingAutotuner.precompile",
-            "torch._dynamo.utils.counters",
-            "torch._dynamo.reset",
         ),
         "probe/compiled_worker": (
             "torch.utils._python_dispatch.TorchDispatchMode",
@@ -170,7 +166,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
             "transformers.Trainer.create_accelerator_and_postprocess",
             "transformers.PreTrainedModel._supports_sdpa",
         ),
-        "launch/trainer_hooks": ("transformers.trainer.Trainer",),
+        "launch/attach": ("transformers.trainer.Trainer",),
         "model/builder": ("transformers.modeling_layers.GradientCheckpointingLayer", "transformers.PreTrainedModel._from_config"),
         "model/from_trainer": ("transformers.Trainer._get_collator_with_removed_columns",),
         "model/sources": ("transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -182,8 +178,10 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "oom/evaluation_batches": ("transformers.trainer_pt_utils.nested_concat",),
         "oom/micro_batch": ("transformers.Trainer._prepare_inputs", "transformers.Trainer.compute_loss_context_manager"),
         "planner/engines": ("transformers.PreTrainedModel._no_split_modules",),
-        "trace/optimizers": ("transformers.optimization.Adafactor", "transformers.trainer_pt_utils.get_parameter_names"),
-        "trace/trainer_step": ("transformers.trainer_pt_utils.LabelSmoother",),
+        "trace/trainer_step": (
+            "transformers.optimization.Adafactor",
+            *(f"transformers.trainer_pt_utils.{name}" for name in ("get_parameter_names", "LabelSmoother")),
+        ),
         "virtual/site/hfopt_rehearsal_files": (
             "transformers.Trainer._save_checkpoint",
             "transformers.Trainer._load_best_model",
@@ -200,7 +198,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "trace/fsdp": ("accelerate.utils.FullyShardedDataParallelPlugin", "accelerate.utils.fsdp_utils.fsdp2_prepare_model"),
     },
     "typer": {
-        "compat/typer_patches": (
+        "compat/fast_import": (
             "typer.core._TyperParameter.get_runtime_param",
             "typer.core._TyperParameter.process_value",
             "typer.models.ParameterInfo",
@@ -212,7 +210,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         "virtual/site/hfopt_rehearsal_files": ("peft.peft_model.PeftModel.save_pretrained",),
     },
     "trl": {
-        "planner/live": tuple(f"trl.{kind}Trainer" for kind in ("SFT", "DPO", "GRPO", "Reward", "KTO")),
+        "job/live_trainer": tuple(f"trl.{kind}Trainer" for kind in ("SFT", "DPO", "GRPO", "Reward", "KTO")),
         "oom/micro_batch": ("trl.SFTTrainer.compute_loss",),
         "trace/fused_head": tuple(
             f"trl.kernels.chunked_logprob.{name}"
@@ -221,7 +219,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
     },
     "datasets": {
         "model/samples": ("datasets.IterableDataset.take",),
-        "planner/live": ("datasets.IterableDataset.num_shards",),
+        "job/live_trainer": ("datasets.IterableDataset.num_shards",),
     },
     "safetensors": {"virtual/site/hfopt_rehearsal_files": ("safetensors.torch.save_file",)},
     "liger_kernel": {"launch/apply_plan": ("liger_kernel.transformers._apply_liger_kernel_to_instance",)},
@@ -467,6 +465,11 @@ def test_every_private_name_is_named_here() -> None:
         if name.startswith("_") and not name.startswith("__") and name not in ours and name not in named
     ]
     assert not unnamed, "private names of other packages without a canary:\n  " + "\n  ".join(unnamed)
+
+
+def test_who_relies_on_a_name_is_a_module_of_today() -> None:
+    users = {user for table in NAMES.values() for user in table}
+    assert {user for user in users if not (HFOPT / f"{user}.py").exists()} == set()
 
 
 def test_a_missing_name_a_changed_signature_and_a_lost_line_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ Output for machines goes to stdout, words for people to stderr. Every HfoptError
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ import typer
 
 from hfopt.cli.json_output import CommandLine, answer_error, command_line
 from hfopt.cli.output import NO_PLACE, give_up_stdout, print_error, reserved_stdout, say_what_the_terminal_can
-from hfopt.compat.typer_patches import spare_pydantic
+from hfopt.compat.fast_import import spare_pydantic
 from hfopt.errors import HfoptError
 
 
@@ -61,9 +60,26 @@ STARTS_A_SCRIPT = frozenset({"run", "rehearse"})
 """Commands whose stdout is that of the script they start."""
 
 
+COMPLETING = "_HFOPT_COMPLETE"
+"""Set by the shell that completes a command line, which is not in the arguments then."""
+
+
+def _listed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What --help says of a command, and nothing else of it."""
+
+    def command() -> None:
+        """Never called."""
+
+    command.__doc__ = function.__doc__
+    return command
+
+
 def _alone_on_stdout(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        import logging
+
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it warns of kernels for the CPU, which nothing here runs
         with reserved_stdout():
             return function(*args, **kwargs)
 
@@ -71,7 +87,9 @@ def _alone_on_stdout(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def application(arguments: Sequence[str]) -> typer.Typer:
-    """The app with the one command that is asked for, or with all where it is not clear which: for --help, a typo, completion."""
+    """The app with the one command that is asked for, or with all where it is not clear which: for --help, a typo, completion.
+
+    Where no command can run, their options are left out: reading them takes longer than all else that --help does."""
     spare_pydantic()
     app = typer.Typer(
         name="hfopt",
@@ -82,10 +100,11 @@ def application(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
+    listed = all(word.startswith("-") and word != "--" for word in arguments) and COMPLETING not in os.environ
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         module = import_module(f"hfopt.cli.{name}")
         function = getattr(module, name)
-        run = function if name in STARTS_A_SCRIPT else _alone_on_stdout(function)
+        run = _listed(function) if listed else function if name in STARTS_A_SCRIPT else _alone_on_stdout(function)
         app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(run)
     return app
 
@@ -127,7 +146,6 @@ def _run(line: CommandLine, parser: Any) -> None:
 def main() -> None:
     """Runs the app and turns our errors into messages."""
     say_what_the_terminal_can()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on import it warns of kernels for the CPU, which nothing here runs
     try:
         line, parser = _parser(sys.argv[1:])
         try:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hfopt import files
 from hfopt.cli.json_output import answer_json
 from hfopt.cli.output import answer, people
-from hfopt.store import OFF, Store, StoredEntry, age_words
 from hfopt.units import format_bytes
 
 if TYPE_CHECKING:
     from hfopt.schema.run_outputs import CacheOutput
+    from hfopt.store import Store, StoredEntry
 
 
 class Action(str, Enum):
@@ -41,7 +40,10 @@ def cache(
 
     HFOPT_NO_CACHE=1 in the environment plans without it.
     """
-    store = Store(files.location("traces"))
+    from hfopt.files import location
+    from hfopt.store import Store
+
+    store = Store(location("traces"))
     if action is Action.CLEAR:
         entries = list(store.entries())
         removed = store.clear()
@@ -67,6 +69,8 @@ def _as_data(store: Store, entries: list[StoredEntry]) -> CacheOutput:
 
 def _table(store: Store, entries: list[StoredEntry]) -> None:
     """Entries of one label in one line: a model has a handful of each."""
+    from hfopt.store import OFF, age_words
+
     by_label: dict[str, list[StoredEntry]] = defaultdict(list)
     for entry in entries:
         by_label[entry.label or "not to be believed: removed when it is met"].append(entry)

@@ -70,9 +70,7 @@ def compare(
 
     offers = of_providers(read_offers(prices) if prices is not None else public_offers(), (provider or "").split(","))
     everything = gpus.strip().lower() == ALL
-    names = list(rentable(offers, num_gpus)) if everything else [name.strip() for name in gpus.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("--gpus names no card", hint="for example --gpus t4,l4,4090")
+    names = list(rentable(offers, num_gpus)) if everything else _named(gpus)
     limits = Limits(budget_usd=budget, deadline_s=_seconds(deadline))
     aim = _aim(sort, limits)
     request = Request(
@@ -95,6 +93,13 @@ def compare(
     else:
         _show(rows, limits, front_only=everything)
         _show_job(rows, limits, config, command, offers)
+
+
+def _named(gpus: str) -> list[str]:
+    names = [name.strip() for name in gpus.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--gpus names no card", hint="for example --gpus t4,l4,4090")
+    return names
 
 
 def _seconds(deadline: str | None) -> float | None:

@@ -92,7 +92,7 @@ def _explained(report: OomReport, config: str | None, options: dict[str, Any]) -
     if config is None:
         return by_log(report)
     with people().status("replaying the step …"):
-        from hfopt.compat import quietly
+        from hfopt.compat.transformers_patches import quietly
         from hfopt.job.request import Request, launched
 
         with quietly():

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from hfopt.errors import ConfigError, HfoptError
-from hfopt.files import write_whole
 from hfopt.redact import printable, said
 
 if TYPE_CHECKING:
@@ -155,6 +154,8 @@ def write_out(data: bytes, target: Path | None, *, like: Path | None = None) -> 
         out.buffer.write(data)
         out.buffer.flush()
         return
+    from hfopt.files import write_whole
+
     try:
         allowed = _mode(like) if like is not None and like.exists() else 0o666
         write_whole(target, data, mode=None if target.exists() else 0o666 & allowed, durable=True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,58 +50,76 @@ STDOUT = Path("-")
 STYLES = {"title": "bold", "plain": "", "soft": "dim", "good": "green", "bad": "bold red", "stale": "yellow"}
 
 
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="Plan for this card (see `hfopt gpus`), here or not."),
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
+Link = Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")]
+AssumeZero = Annotated[
+    int | None,
+    typer.Option("--assume-zero", min=1, max=3, metavar="STAGE", help="The ZeRO stage of a DeepSpeed config whose JSON is missing."),
+]
+ModelParallel = Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")]
+SeqLen = Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")]
+Lengths = Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)]
+TaskName = Annotated[
+    str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
+]
+EffectiveBatch = Annotated[int | None, typer.Option("--effective-batch", metavar="N", min=1, help="Another batch.")]
+LrScaling = Annotated[str, typer.Option("--lr-scaling", help="none, sqrt or linear, with --effective-batch.")]
+DryRun = Annotated[
+    bool | None,
+    typer.Option("--dry-run/--no-dry-run", help="Try the result on the device, or rehearse it. Default: unless kept traces answer."),
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there (- for stdout).")]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")]
+AsDiff = Annotated[bool, typer.Option("--diff", help="Print the reasons and a diff (as patch reads it) instead of the YAML.")]
+LockFile = Annotated[
+    Path | None, typer.Option("--lock", metavar="FILE", help="Keep the plan there; where it is kept, say what differs (exit 1).")
+]
+Verbose = Annotated[
+    bool, typer.Option("-v", "--verbose", help="Also runners-up, rejected settings, the parts of the memory and every note.")
+]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No report.")]
+
+
 def plan(
     config: ConfigFile,
-    gpu: Annotated[
-        str | None,
-        typer.Option("--gpu", metavar="NAME", autocompletion=complete_gpu, help="Plan for this card (see `hfopt gpus`), here or not."),
-    ] = None,
+    gpu: GpuName = None,
     vram: Vram = None,
     num_gpus: NumGpus = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines.")] = 1,
-    link: Annotated[str | None, typer.Option("--link", help="Between devices: nvlink, pcie or network[:400Gbit/s].")] = None,
+    nodes: Nodes = 1,
+    link: Link = None,
     host: HostName = None,
     engine: EngineKey = None,
-    assume_zero: Annotated[
-        int | None,
-        typer.Option("--assume-zero", min=1, max=3, metavar="STAGE", help="The ZeRO stage of a DeepSpeed config whose JSON is missing."),
-    ] = None,
-    model_parallel: Annotated[int, typer.Option("--model-parallel", min=1, help="Devices that share their samples (TP, SP, CP).")] = 1,
+    assume_zero: AssumeZero = None,
+    model_parallel: ModelParallel = 1,
     accelerate: Accelerate = None,
     model: Model = None,
     like: Like = None,
     model_from: ModelFrom = None,
-    seq_len: Annotated[int | None, typer.Option("--seq-len", min=1, help="Tokens per sample, when the YAML does not say.")] = None,
-    lengths: Annotated[str | None, typer.Option("--lengths", metavar="60,90,300,…", help=LENGTHS_HELP)] = None,
+    seq_len: SeqLen = None,
+    lengths: Lengths = None,
     samples: Samples = None,
-    task: Annotated[
-        str | None, typer.Option("--task", autocompletion=complete_task, help="For example causal_lm or sequence_classification.")
-    ] = None,
+    task: TaskName = None,
     section: Section = None,
-    effective_batch: Annotated[int | None, typer.Option("--effective-batch", metavar="N", min=1, help="Another batch.")] = None,
-    lr_scaling: Annotated[str, typer.Option("--lr-scaling", help="none, sqrt or linear, with --effective-batch.")] = "none",
+    effective_batch: EffectiveBatch = None,
+    lr_scaling: LrScaling = "none",
     keep: Keep = None,
     allow: Allow = None,
     headroom: Headroom = 0.06,
-    dry_run: Annotated[
-        bool | None,
-        typer.Option("--dry-run/--no-dry-run", help="Try the result on the device, or rehearse it. Default: unless kept traces answer."),
-    ] = None,
+    dry_run: DryRun = None,
     trust_remote_code: TrustRemoteCode = False,
     for_transformers: ForTransformers = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON there (- for stdout).")] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the plan as one page there (- for stdout).")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the YAML there, even CONFIG.")] = None,
-    as_diff: Annotated[bool, typer.Option("--diff", help="Print the reasons and a diff (as patch reads it) instead of the YAML.")] = False,
-    lock: Annotated[
-        Path | None, typer.Option("--lock", metavar="FILE", help="Keep the plan there; where it is kept, say what differs (exit 1).")
-    ] = None,
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Also runners-up, rejected settings, the parts of the memory and every note.")
-    ] = False,
-    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="No report.")] = False,
+    json_file: JsonFile = None,
+    html_file: HtmlFile = None,
+    output: Output = None,
+    as_diff: AsDiff = False,
+    lock: LockFile = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Return the same config with the fastest settings that fit. The model and what it learns stay the same.
 
@@ -113,55 +134,17 @@ def plan(
       hfopt plan train.yaml --gpu l4 --lock train.lock   keep it for the team; later: is it still the plan?
       hfopt plan train.yaml --for-transformers 4.57      training runs elsewhere, with that version
     """
-    on_stdout = [name for name, file in (("--json -", json_file), ("--html -", html_file)) if file == STDOUT]
-    if len(on_stdout) == 2 or (on_stdout and as_diff):
-        raise ConfigError(f"{' and '.join([*on_stdout, '--diff'][:2])} both go to stdout", hint="give a file for one of them")
-    options: dict[str, Any] = {
-        "gpu": gpu,
-        "vram_gib": vram,
-        "num_gpus": num_gpus,
-        "nodes": nodes,
-        "link": link,
-        "host": host,
-        "engine": engine,
-        "model_parallel": model_parallel,
-        "assume_zero": assume_zero,
-        "accelerate": accelerate,
-        "model": model,
-        "like": like,
-        "model_from": model_from,
-        "seq_len": seq_len,
-        "lengths": numbers("--lengths", lengths, least=ONE_TOKEN),
-        "samples": samples,
-        "task": task_of(task),
-        "section": section,
-        "effective_batch": effective_batch,
-        "lr_scaling": _scaling(lr_scaling, effective_batch),
-        "keep": known_keys(keep or []),
-        "headroom": headroom,
-        "allow": allowed(allow),
-        "dry_run": dry_run,
-        "trust_remote_code": trust_remote_code,
-        "for_transformers": for_transformers,
-        "charts": html_file is not None,
-    }
+    where = Outputs(config=config, output=output, json_file=json_file, html_file=html_file, lock=lock, as_diff=as_diff)
     source = config.read_bytes() if lock is not None and config.is_file() else b""
-    made = _made(config, options, quiet=quiet)
-    target = None if as_diff else output or (None if on_stdout else redirected())
-    made = _with_deepspeed_beside(made, target, written=output is not None and not as_diff)
+    made = _made(config, _wishes(locals()), quiet=quiet)
+    made = _with_deepspeed_beside(made, where.target, written=output is not None and not as_diff)
     edited = made.edited()
-    _report(made, edited.stale_comments, target, verbose=verbose, quiet=quiet)
+    _report(made, edited.stale_comments, where.target, verbose=verbose, quiet=quiet)
     failed = _failed(made)
-    in_place = output is not None and output.resolve() == config.resolve() and not as_diff
-    locked = lock is None or failed is not None or _as_locked(made, edited.data if in_place else source, lock)
-    if failed is None and locked and (output is not None or not on_stdout):
+    locked = lock is None or failed is not None or _as_locked(made, edited.data if where.in_place else source, lock)
+    if failed is None and locked and (output is not None or not where.on_stdout):
         write_out(_diff(made, config, edited.data) if as_diff else edited.data, output, like=config)
-    if json_file is not None:
-        _write_json(made, failed, None if json_file == STDOUT else json_file)
-    if html_file is not None:
-        from hfopt.report.plan_page import plan_page
-
-        write_out(plan_page(made.facts, made.charts), None if html_file == STDOUT else html_file)
+    _write_others(made, failed, where)
     if failed is not None and json_file == STDOUT:
         print_error(failed)
         raise typer.Exit(failed.exit_code)
@@ -171,12 +154,62 @@ def plan(
         raise typer.Exit(1)
 
 
-def _write_json(made: Plan, failed: DryRunError | None, target: Path | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Where the answers go: the YAML or the diff, the JSON, the page, the lock."""
+
+    config: Path
+    output: Path | None
+    json_file: Path | None
+    html_file: Path | None
+    lock: Path | None
+    as_diff: bool
+
+    def __post_init__(self) -> None:
+        if len(self.on_stdout) == 2 or (self.on_stdout and self.as_diff):
+            raise ConfigError(f"{' and '.join([*self.on_stdout, '--diff'][:2])} both go to stdout", hint="give a file for one of them")
+
+    @property
+    def on_stdout(self) -> list[str]:
+        return [name for name, file in (("--json -", self.json_file), ("--html -", self.html_file)) if file == STDOUT]
+
+    @cached_property
+    def target(self) -> Path | None:
+        """The file that the YAML goes to."""
+        return None if self.as_diff else self.output or (None if self.on_stdout else redirected())
+
+    @property
+    def in_place(self) -> bool:
+        return self.output is not None and self.output.resolve() == self.config.resolve() and not self.as_diff
+
+
+def _wishes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of `plan` those that a Request has, each checked."""
+    checked = {
+        "vram_gib": given["vram"],
+        "lengths": numbers("--lengths", given["lengths"], least=ONE_TOKEN),
+        "task": task_of(given["task"]),
+        "lr_scaling": _scaling(given["lr_scaling"], given["effective_batch"]),
+        "keep": known_keys(given["keep"] or []),
+        "allow": allowed(given["allow"]),
+        "charts": given["html_file"] is not None,
+    }
+    from hfopt.planner import Request
+
+    return {one.name: given[one.name] for one in fields(Request) if one.name in given} | checked
+
+
+def _write_others(made: Plan, failed: DryRunError | None, where: Outputs) -> None:
     """A plan whose dry run failed says so beside its figures: one object, and no second one from the error itself."""
-    told = made.output()
-    if failed is not None:
-        told["error"] = error_detail(failed)
-    write_out(json_text("plan", told).encode(), target)
+    if where.json_file is not None:
+        data = made.output()
+        if failed is not None:
+            data["error"] = error_detail(failed)
+        write_out(json_text("plan", data).encode(), None if where.json_file == STDOUT else where.json_file)
+    if where.html_file is not None:
+        from hfopt.report.plan_page import plan_page
+
+        write_out(plan_page(made.facts, made.charts), None if where.html_file == STDOUT else where.html_file)
 
 
 def _as_locked(made: Plan, source: bytes, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""torch, transformers and peft imported without what a process of our own never uses.
+"""torch, transformers, peft and typer without what a process of our own never uses.
 
 Only for a process of our own, before anything of transformers' models is imported: a script's own transformers is left as it is.
 
@@ -7,13 +7,17 @@ imported as on a torch without `torch.distributed`, which transformers supports;
 code asks of it (`disable`: a function that is never compiled is itself) and becomes the real package when anything else is asked. So are
 symbolic shapes, which bring sympy, while all sizes are numbers; flex attention, until it is called; and the wrappers of several devices,
 which a model on one is not.
+
+From 0.20 on typer has pydantic convert every option of a command, given or not. Importing pydantic and making an adapter for each of forty
+options takes longer than all else that a command does before it reads its config. Here an option that is not given, a default, a text and
+a path stay what they are; numbers, lists and whatever else is to be checked go typer's own way. Other versions are left alone.
 """
 
 from __future__ import annotations
 
 import atexit
 import gc
-import logging
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +26,7 @@ from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +41,8 @@ _TRAINER = "transformers.trainer"
 @contextmanager
 def lean_imports() -> Iterator[None]:
     """What is imported stays to the end: looking through it for garbage takes a fifth of the time, then and later."""
+    import logging
+
     was_on = gc.isenabled()
     gc.disable()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it misses kernels that only the CPU would use
@@ -301,3 +308,44 @@ def _imported_without(packages: Sequence[str], module: str) -> bool:
 
 def _linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
     return import_module("scipy.optimize").linear_sum_assignment(*args, **kwargs)
+
+
+def spare_pydantic() -> None:
+    """Once for a process; a second call changes nothing."""
+    from typer import core
+
+    parameter: Any = getattr(core, "_TyperParameter", None)
+    whole = getattr(parameter, "get_runtime_param", None)
+    if whole is None or hasattr(whole, "whole"):
+        return
+
+    def get_runtime_param(self: Any) -> _AsGiven:
+        return _AsGiven(lambda: whole(self))
+
+    get_runtime_param.whole = whole  # type: ignore[attr-defined]
+    parameter.get_runtime_param = get_runtime_param
+
+
+class _AsGiven:
+    def __init__(self, whole: Callable[[], Any]) -> None:
+        self._whole = whole
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        if value is None:
+            return () if param.multiple or param.nargs == -1 else None
+        kind, stated = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if kind in (str, int, float) and type(value) is kind:
+            return value
+        if kind is Path and type(value) is str and not _has_conditions(stated) and not _unreadable(value):
+            return Path(value)
+        return self._whole().coerce(value, param=param, ctx=ctx)
+
+
+def _has_conditions(stated: Any) -> bool:
+    """What is asked of a path besides being one."""
+    named = ("exists", "writable", "resolve_path", "allow_dash", "path_type", "parser", "click_type")
+    return any(getattr(stated, name, None) for name in named) or not (stated.file_okay and stated.dir_okay)
+
+
+def _unreadable(path: str) -> bool:
+    return os.path.lexists(path) and not os.access(path, os.R_OK)

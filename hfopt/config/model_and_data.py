@@ -27,7 +27,7 @@ from hfopt.config.other_tools import (
     unsaid_mix,
 )
 from hfopt.config.trained_parts import (
-    adapter_to_go_on_with,
+    continued_adapter,
     first_number,
     frozen_parts,
     image_facts,
@@ -70,10 +70,10 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     notes = (*method.notes, *(stage_notes(facts) if factory else ()), *own_class_notes(facts), *_unsaid(facts, trainer, args))
     if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
         lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
-    elif lora is None and not factory and (goes_on := adapter_to_go_on_with(facts)) is not None:
+    elif lora is None and not factory and (adapter := continued_adapter(facts)) is not None:
         lora, notes = (
             _ASSUMED_LORA,
-            (*notes, f"{goes_on} is an adapter that trains on; its size is not in the file: LoRA r=16 on all linear layers"),
+            (*notes, f"{adapter} is an adapter that trains on; its size is not in the file: LoRA r=16 on all linear layers"),
         )
     task, labels = read_task(facts, trainer, is_factory=factory)
     name = model_name(facts)

@@ -310,8 +310,8 @@ class _Reading:
             yield Problem(
                 severity="note", code="several_sections", key=None, place=None, message=message, fix="--section NAME takes another"
             )
-        told = " ".join(item.problem.message for item in found)
-        if "${" in self.document.text and (unresolved := [one for one in left_over(self.document.resolved) if one not in told]):
+        reported = " ".join(item.problem.message for item in found)
+        if "${" in self.document.text and (unresolved := [one for one in left_over(self.document.resolved) if one not in reported]):
             names = ", ".join(unresolved[:3]) + (", …" if len(unresolved) > 3 else "")
             message = f"only another program can fill in {names}"
             yield Problem(severity="note", code="unresolved", key=None, place=None, message=message, fix="write the values themselves")

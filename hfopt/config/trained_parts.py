@@ -278,7 +278,7 @@ _GIVEN_ADAPTERS = (
 )
 
 
-def adapter_to_go_on_with(facts: Facts) -> str | None:
+def continued_adapter(facts: Facts) -> str | None:
     """The adapter that a script loads and trains on, where nothing says that the whole model trains."""
     if facts.false("use_peft", "use_lora") or method_word(facts) in _FULL_WORDS:
         return None

@@ -36,7 +36,7 @@ class Gone:
     why: str
     values: Mapping[Any, Any] | None = None  # old -> new; the new None drops the key
     inside: str | None = None  # it is an entry of the mapping `to` now
-    by_hand: bool = False  # the new place is not one key: told, not done
+    by_hand: bool = False  # the new place is not one key: reported, not changed
 
 
 # Source: transformers' migration guide to v5 and the removals in training_args.py from 4.46 to 5.22.

@@ -35,7 +35,7 @@ from hfopt.config.training_arguments import (
 )
 from hfopt.config.yaml_document import Document, YamlEntry
 from hfopt.config.yaml_splices import Operation, render
-from hfopt.facts.training_keys import NEW_SPELLINGS, TRAINERS, Field, Installed
+from hfopt.facts.training_keys import NEW_SPELLINGS, TRAINERS, Field, Installed, installed
 from hfopt.redact import HIDDEN, is_secret, shown
 from hfopt.schema import Place, Problem
 
@@ -286,7 +286,7 @@ def check_together(args: Mapping[str, Any], facts: Facts, trainer: Trainer, worl
         yield _found("error", "refused_by_tool", rule.key, place_of, f"{rule.message}; LLaMA-Factory refuses to start", rule.fix)
     if trainer == "SFT":
         yield from _check_rows(args, facts, place_of)
-    if args.get("dataloader_num_workers", 0) == 0 and args.get("dataloader_prefetch_factor") is not None:
+    if _in_force(args, "dataloader_num_workers") == 0 and args.get("dataloader_prefetch_factor") is not None:
         message = "dataloader_prefetch_factor needs dataloader_num_workers above 0; PyTorch refuses it otherwise"
         yield _found("error", "conflict", "dataloader_prefetch_factor", place_of, message, "dataloader_num_workers: 2")
 
@@ -302,13 +302,13 @@ def _check_deepspeed(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[Fou
 def _check_best_model(args: Mapping[str, Any], place_of: PlaceOf) -> Iterator[FoundProblem]:
     if args.get("load_best_model_at_end") is not True:
         return
-    saving, evaluating = args.get("save_strategy", "steps"), args.get("eval_strategy", "no")
+    saving, evaluating = _in_force(args, "save_strategy"), _in_force(args, "eval_strategy")
     if saving != "best" and saving != evaluating:
         message = f"load_best_model_at_end needs equal strategies, but save_strategy is {saving} and eval_strategy is {evaluating}"
         fix = f"eval_strategy: {saving}" if saving != "no" else None
         severity = "error" if "eval_strategy" in args or "eval_steps" not in args else "warning"  # else a script may well set it
         yield _found(severity, "conflict", "load_best_model_at_end", place_of, message, fix)
-    every_save, every_eval = args.get("save_steps", 500), args.get("eval_steps", args.get("logging_steps", 500))
+    every_save, every_eval = _in_force(args, "save_steps"), args.get("eval_steps", _in_force(args, "logging_steps"))
     whole = all(isinstance(value, int | float) and value >= 1 for value in (every_save, every_eval))
     if saving == evaluating == "steps" and whole and every_save % every_eval:
         message = f"load_best_model_at_end needs save_steps ({every_save}) to be a multiple of eval_steps ({every_eval})"
@@ -323,7 +323,7 @@ def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, p
     yield from _refused_by_grpo(args, facts, place_of)
     generations = facts.whole("num_generations") or 8
     yield from _check_evaluated(args, facts.whole("num_generations_eval") or generations, world_size, place_of)
-    batch, accumulation = args.get(BATCH, 8), args.get(ACCUMULATION, 1)
+    batch, accumulation = _in_force(args, BATCH), _in_force(args, ACCUMULATION)
     if not isinstance(batch, int) or not isinstance(accumulation, int):
         return
     steps = facts.whole("steps_per_generation") or accumulation
@@ -352,8 +352,8 @@ def _check_generations(args: Mapping[str, Any], facts: Facts, world_size: int, p
 def _check_evaluated(args: Mapping[str, Any], generations: int, world_size: int, place_of: PlaceOf) -> Iterator[FoundProblem]:
     """GRPOConfig's rule for an evaluation: its batch holds whole groups of completions."""
     key = "per_device_eval_batch_size"
-    batch = args.get(key, 8)
-    if args.get("eval_strategy", "no") in ("no", None, False) or not isinstance(batch, int) or not batch * world_size % generations:
+    batch = _in_force(args, key)
+    if _in_force(args, "eval_strategy") in ("no", None, False) or not isinstance(batch, int) or not batch * world_size % generations:
         return
     message = f"{batch * world_size} samples per evaluation batch do not divide by {generations} generations, which GRPO needs"
     multiple = generations // math.gcd(world_size, generations)
@@ -389,6 +389,11 @@ def _check_rows(args: Mapping[str, Any], facts: Facts, place_of: PlaceOf) -> Ite
     if facts.true("padding_free") and not facts.true("packing") and facts.whole("max_length", "max_seq_length") is not None:
         message = "padding_free without packing does not enforce max_length: a longer sample takes more memory than planned"
         yield _found("warning", "conflict", "padding_free", place_of, message, "packing: true, or cut the samples beforehand")
+
+
+def _in_force(args: Mapping[str, Any], key: str) -> Any:
+    """What the file sets, else the installed default."""
+    return args[key] if key in args else installed().fields[key].default
 
 
 def _found(severity: Any, code: str, key: str, place_of: PlaceOf, message: str, fix: str | None) -> FoundProblem:

@@ -180,7 +180,7 @@ def fields_of(trainer: str) -> Mapping[str, Field]:
     return {**present.fields, **present.seq2seq} if trainer == "Seq2SeqTrainer" else present.fields
 
 
-def unseen(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
+def not_modelled(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
     """A sentence for each argument that is set to something else than its default and that the figures do not show."""
     fields = fields_of(trainer)
     for key, value in args.items():

@@ -310,8 +310,8 @@ def checkup(*, ask_torch: bool = False) -> Checkup:
     answer = probe() if ask_torch else None
     if answer is not None:
         known = {problem.code for problem in problems}
-        told = known & {"card_too_old", "build_too_old"}  # with the build that would do
-        problems = (*(problem for problem in disagreements(hardware, answer) if problem.code != "no_kernels" or not told), *problems)
+        reported = known & {"card_too_old", "build_too_old"}  # with the build that would do
+        problems = (*(problem for problem in disagreements(hardware, answer) if problem.code != "no_kernels" or not reported), *problems)
     return Checkup(hardware=hardware, software=software, nvml_problem=around.nvml_problem, problems=problems, probe=answer)
 
 

@@ -326,7 +326,7 @@ def _shared_memory(device: nvml.NvmlDevice) -> nvml.Memory | None:
 
 
 def _instance(gpu: Gpu, device: nvml.NvmlDevice, known: Gpu) -> Gpu:
-    """A MIG instance: its share of the memory for the bandwidth, of the SMs for the peaks (of the memory, if they are not told)."""
+    """A MIG instance: its share of the memory for the bandwidth, of the SMs for the peaks (of the memory, if they are not reported)."""
     memory_share = min(1.0, gpu.memory_bytes / known.memory_bytes)
     share = device.instance_sms / known.sms if device.instance_sms and known.sms else memory_share
     return replace(

@@ -227,7 +227,7 @@ class NvmlDevice:
     def reading(self, own_pids: Collection[int] = (), *, pcie: bool = False) -> GpuReading | None:
         """What the card does now; None if it no longer answers. NVML measures PCIe traffic over 20 ms for each direction: only on demand.
 
-        A MIG instance shows its own memory; heat and clocks are the whole card's; utilization and power are not told per instance.
+        A MIG instance shows its own memory; heat and clocks are the whole card's; utilization and power are not reported per instance.
         """
         if self._session.ask_or_lost("nvmlDeviceGetUUID", self._handle)[1]:
             return None

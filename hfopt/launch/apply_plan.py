@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hfopt.compat import set_tf32
+from hfopt.compat.torch_patches import set_tf32
 from hfopt.compat.transformers_patches import disable_checkpointing, is_checkpointing, renew_accelerator
 from hfopt.facts.training_keys import PRECISION_KEYS, both_spellings
 from hfopt.oom import next_settings

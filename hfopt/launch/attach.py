@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat import quietly
-from hfopt.compat.transformers_patches import checkpoint_batch
+from hfopt.compat.transformers_patches import checkpoint_batch, quietly
 from hfopt.errors import HfoptError
 from hfopt.facts.training_keys import both_spellings
 from hfopt.files import write_whole

@@ -32,7 +32,7 @@ _Note = TypeVar("_Note", "RunStart", NextSettings, RunFailure)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """What `hfopt run` was told. The defaults, where nobody told anything, plan nothing."""
+    """The options of `hfopt run`. The defaults, where none were given, plan nothing."""
 
     mode: Literal["train", "plan_only", "dry_run"] = "train"
     plan: bool = False
@@ -56,10 +56,10 @@ class RunOptions:
     def here(cls) -> RunOptions:
         """Those of this process."""
         text = os.environ.get(OPTIONS)
-        told: dict[str, Any] = json.loads(text) if text else {}
+        given: dict[str, Any] = json.loads(text) if text else {}
         for name in ("keep", "allow"):
-            told[name] = tuple(told.get(name, ()))
-        return cls(**told)
+            given[name] = tuple(given.get(name, ()))
+        return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +96,9 @@ class RunStart:
     @classmethod
     def of(cls, args: Any, resumed: Any = None) -> RunStart:
         """The folder as the supervisor can find it: a script may have changed its working directory. `resumed`: what train() was given."""
-        told = {item.name: getattr(args, item.name) for item in dataclasses.fields(cls) if item.name != "earlier"}
+        stated = {item.name: getattr(args, item.name) for item in dataclasses.fields(cls) if item.name != "earlier"}
         folder = Path(args.output_dir).resolve()
-        return cls(**{**told, "output_dir": str(folder), "earlier": _earlier(folder, resumed)})
+        return cls(**{**stated, "output_dir": str(folder), "earlier": _earlier(folder, resumed)})
 
 
 def stamp_of(checkpoint: Path) -> str:
@@ -139,7 +139,7 @@ class Handoff:
     def started(self, start: RunStart) -> None:
         self._tell(".alive", start)
 
-    def goes_on_with(self, settings: NextSettings) -> None:
+    def start_again_with(self, settings: NextSettings) -> None:
         self._write(".settings", settings)
 
     def failed(self, failure: RunFailure) -> None:
@@ -150,7 +150,7 @@ class Handoff:
         try:
             self._write(suffix, note)
         except OSError as error:
-            to_stderr(f"hfopt: the supervisor cannot be told ({error.strerror}), so this run would not be restarted")
+            to_stderr(f"hfopt: the supervisor cannot be reached ({error.strerror}), so this run would not be restarted")
 
     def has_failed(self) -> bool:
         return self.path.exists()
@@ -175,8 +175,8 @@ class Handoff:
 
     def _read(self, suffix: str, kind: type[_Note]) -> _Note | None:
         try:
-            told = json.loads(self._place(suffix).read_text())
-            fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
+            stored = json.loads(self._place(suffix).read_text())
+            fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
             return kind(**fields)
         except FileNotFoundError:
             return None

@@ -17,7 +17,7 @@ import itertools
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from hfopt.compat import installed_torch
+from hfopt.compat.versions import installed_torch
 from hfopt.errors import ConfigError
 from hfopt.units import MIB
 

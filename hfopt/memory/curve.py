@@ -5,8 +5,8 @@ allocated memory is the upper envelope of affine functions (one per event, few o
 ratio replayed at a few anchors, interpolated.
 
 A batch fits when all that the allocator reserves for it, what it merely keeps cached included, stays within the budget. On a full card the
-allocator gives cached segments back, and a run may survive on that: it is told (`giving_back`), not planned with. What is reserved does not
-always grow with the batch (other sizes reuse other blocks), so a batch below `largest_batch` need not fit: `fits` says it for one.
+allocator gives cached segments back, and a run may survive on that: it is reported (`giving_back`), not planned with. What is reserved
+does not always grow with the batch (other sizes reuse other blocks), so a batch below `largest_batch` need not fit: `fits` says it.
 
 A replay is a pure function of the events, so its answer is found by a digest of them, whichever card, batch or trace they came from: cards
 whose kernels take the same sizes share it, and so does the next question about the same job, from the disk (`store`). A digest takes a
@@ -146,7 +146,7 @@ class MemoryCurve:
     timeline: Timeline
     context_bytes: int
     varying: VaryingLengths | None = None  # lengths that vary: reserved memory is the larger of one length and many
-    goes_on: bool = False  # the timeline is a Trainer's two steps, which a third one follows
+    third_step_follows: bool = False  # the timeline is a Trainer's two steps, which a third one follows
     options: AllocatorOptions = field(default_factory=AllocatorOptions)
     uneven: bool = False  # samples of several lengths in a batch: the rows that a fused head sees vary, those of padding are left out
     _replays: dict[tuple[Any, ...], Replay] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class MemoryCurve:
 
     def of_window(self, batches: int) -> MemoryCurve | None:
         """The curve of steps with so many micro-batches; None where the timeline does not show a step's window."""
-        timeline = self.timeline.of_window(batches, third=self.goes_on)
+        timeline = self.timeline.of_window(batches, third=self.third_step_follows)
         if timeline is None or timeline is self.timeline:
             return None if timeline is None else self
         spread = None if self.varying is None else self.varying.of_window(batches)
@@ -197,7 +197,7 @@ class MemoryCurve:
         yield from self.described_steps(batch, options, capacity_bytes)
         if self.varying is not None:
             yield np.array(list(self.varying.events(batch)), dtype=np.int64).tobytes()
-        if self.uneven and self.goes_on:
+        if self.uneven and self.third_step_follows:
             timeline = self.timeline.at(batch)
             sizes = timeline.sizes(batch)
             for other in (*emptier_first_steps(timeline, sizes, batch), fuller_and_fuller(timeline, sizes, batch)):
@@ -205,7 +205,7 @@ class MemoryCurve:
 
     def described_steps(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Iterator[bytes]:
         """All that `replay_steps` depends on, and what follows in the timeline."""
-        yield repr((options, capacity_bytes, self.goes_on)).encode()
+        yield repr((options, capacity_bytes, self.third_step_follows)).encode()
         yield from self.timeline.at(batch).described(batch)
 
     def _replay(self, batch: int, options: AllocatorOptions, capacity_bytes: int | None) -> Replay:
@@ -215,13 +215,13 @@ class MemoryCurve:
         found = self._replay_one_length(batch, allocator())
         for other in self._other_batches(batch, allocator) if found.fits else ():
             found = replace(found, reserved_bytes=max(found.reserved_bytes, other.reserved_bytes), fits=found.fits and other.fits)
-        return self._with_fuller_batches(batch, found, allocator) if found.fits and self.uneven and self.goes_on else found
+        return self._with_fuller_batches(batch, found, allocator) if found.fits and self.uneven and self.third_step_follows else found
 
     def _other_batches(self, batch: int, allocator: Callable[[], CachingAllocator]) -> Iterator[Replay]:
         """The steps with batches that are not all alike."""
         if self.varying is not None:
             yield replay_events(self.varying.timeline, self.varying.events(batch), allocator())
-        if self.uneven and self.goes_on:
+        if self.uneven and self.third_step_follows:
             timeline = self.timeline.at(batch)
             for sizes in emptier_first_steps(timeline, timeline.sizes(batch), batch):
                 yield self._replay_sizes(timeline, sizes, allocator())
@@ -255,7 +255,7 @@ class MemoryCurve:
     def _replay_sizes(self, timeline: Timeline, sizes: list[int], allocator: CachingAllocator) -> Replay:
         end = timeline.marks.get("end", len(timeline))
         traced_steps = replay_events(timeline, zip(timeline.blocks[:end].tolist(), sizes[:end], strict=True), allocator)
-        if not traced_steps.fits or not self.goes_on:
+        if not traced_steps.fits or not self.third_step_follows:
             return traced_steps
         if self._third is None or self._third[0] is not timeline:
             self._third = timeline, ThirdStep(timeline)

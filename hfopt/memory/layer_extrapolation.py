@@ -14,7 +14,7 @@ states is carried on along the line; weights, gradients and states are counted. 
     in the backward:  weights + states + what the two shallow traces say
     in the update:    weights + gradients + states + what the update itself takes
 
-Good for what may be told as "about": which changes would make a job fit. What the allocator keeps is that of the deeper shallow trace, or
+Good for figures said with "about": which changes would make a job fit. What the allocator keeps is that of the deeper shallow trace, or
 a share, and a peak that moves from one block to another between shallow and deep is missed. Against whole traces of Llama-3.1-8B at 2048
 tokens: +0.3 % for AdamW and fused AdamW, -0.6 % for 8-bit paged AdamW with a fused loss, -1.7 % for LoRA, -5.2 % for QLoRA.
 """

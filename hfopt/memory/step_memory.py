@@ -109,7 +109,7 @@ def traced(workload: Workload, settings: StepSettings) -> Estimate:
             timeline = combine(first, second)
             spread = _varying(tracer, script, first, timeline, workload.lengths, notes)
             whole = settings.sharding is None
-            curve = MemoryCurve(timeline, context, spread, goes_on=whole, options=options, uneven=workload.shape.padded)
+            curve = MemoryCurve(timeline, context, spread, third_step_follows=whole, options=options, uneven=workload.shape.padded)
             ops = grouped(first, second)
         except TraceError as error:
             if settings.sharding is None and (looped := _per_sample(tracer, script, (first, second), context, options)) is not None:
@@ -129,11 +129,13 @@ def _per_sample(
 
     The third time round may be the first that is like all later ones: a gradient is made, then added to a new one, then in place.
     """
-    true = MemoryCurve(alone(tracer.record(script, CHECKED_BATCH)), context_bytes, goes_on=True, options=options).peak(CHECKED_BATCH)
+    true = MemoryCurve(alone(tracer.record(script, CHECKED_BATCH)), context_bytes, third_step_follows=True, options=options).peak(
+        CHECKED_BATCH
+    )
     for later in (False, True):
         one, two = (traces[1], tracer.record(script, traces[1].batch + 1)) if later else traces
         try:
-            curve = MemoryCurve(per_sample_timeline(one, two), context_bytes, goes_on=True, options=options)
+            curve = MemoryCurve(per_sample_timeline(one, two), context_bytes, third_step_follows=True, options=options)
             found = curve.peak(CHECKED_BATCH)
         except TraceError:
             continue

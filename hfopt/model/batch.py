@@ -34,7 +34,7 @@ PHOTO = (480, 640)  # COCO's usual image, where no size is stated
 class DetectionImage:
     height: int  # as the model gets it
     width: int
-    masked: bool  # padding is told in a pixel_mask
+    masked: bool  # a pixel_mask says where padding is
     assumed: tuple[Assumption, ...] = ()
 
 

@@ -26,9 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from hfopt.compat import quietly
 from hfopt.compat.torch_patches import parameters_on_meta
-from hfopt.compat.transformers_patches import sdpa_stands_in
+from hfopt.compat.transformers_patches import quietly, sdpa_stands_in
 from hfopt.compat.versions import is_at_least
 from hfopt.errors import WorkloadError
 from hfopt.model.losses import REFERENCE

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from hfopt.compat import quietly
+from hfopt.compat.transformers_patches import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.batch import BatchMaker, accepted_inputs
 from hfopt.model.builder import FAILURES, Recipe, assumed_build, checkpoint_dtype, dtype_name, skeleton, uses_flash, weights_dtype

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat import quietly
+from hfopt.compat.transformers_patches import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.trl_samples import WordTokenizer
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfopt.compat import quietly
+from hfopt.compat.transformers_patches import quietly
 from hfopt.errors import WorkloadError
 from hfopt.model.processors import REFUSALS, blank_image, image_processor, readable, text_processor
 from hfopt.model.trl_samples import WORD

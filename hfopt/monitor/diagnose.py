@@ -73,7 +73,7 @@ def _change(change: Change) -> str:
 
 
 _RECENT_S, _RECENT_STEPS = 10.0, 20  # a verdict rests on at least so much, if there is so much
-_LEAST_S, _LEAST_STEPS = 1.0, 10  # before that the run is not told anything
+_LEAST_S, _LEAST_STEPS = 1.0, 10  # before that nothing is reported
 _NEWS = 0.1  # of the stretch that must be new for another verdict
 _GOOD = "compute_bound"
 

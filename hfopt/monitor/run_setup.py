@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hfopt.compat import package_version, tf32_is_on
+from hfopt.compat.torch_patches import tf32_is_on
+from hfopt.compat.versions import package_version
 from hfopt.facts.gradient_growth import class_grows_with_accumulation, words
 from hfopt.monitor.sampler import OwnCards, open_cards_in_time, torch_uuids
 from hfopt.monitor.window import Scale, cpu_peak_flops

@@ -315,7 +315,7 @@ def _marks(history: History) -> tuple[RunMark, ...]:
 
 
 def _finding(history: History, entry: Mapping[str, Any], began_time: float) -> RunMark:
-    """It is told at the end of the window it showed in, so it began with that window at the latest."""
+    """It is reported at the end of the window it showed in, so it began with that window at the latest."""
     own = [(written, window) for written, window in history.windows if window.last_step == entry["step"]]
     began = min((written - window.seconds for written, window in own), default=entry["time"])
     end = history.end_of(entry)

@@ -143,14 +143,14 @@ class HostSource(Protocol):
     def read(self) -> HostReading: ...
 
 
-class LostCard(Exception):  # noqa: N818 - a state of the machine, told to the user as such
+class LostCard(Exception):  # noqa: N818 - a state of the machine, reported to the user as such
     """A card that answered before does not any more."""
 
 
 class Sampler:
     """`start()`, then `latest` and `since(time_s)` from any thread, then `stop()`. Times are time.monotonic().
 
-    `each` is told every sample; the thread ends by itself once `over` says that nobody is left to sample for.
+    `each` is called with every sample; the thread ends by itself once `over` says that nobody is left to sample for.
     """
 
     def __init__(

@@ -37,8 +37,8 @@ class CardsOfProcess:
 
     def read(self) -> tuple[GpuReading, ...]:
         readings = self._cards.read()
-        told = any(reading.own_used_bytes is not None for reading in readings)
-        return tuple(reading for reading in readings if reading.own_used_bytes) if told else readings
+        known = any(reading.own_used_bytes is not None for reading in readings)
+        return tuple(reading for reading in readings if reading.own_used_bytes) if known else readings
 
 
 class ProcessWatcher:

@@ -77,7 +77,7 @@ class Guard:
         self.fit.memory = memory
 
     def supervised_by(self, supervisor: Supervisor) -> None:
-        """What this process cannot survive, and settings that went through, are told to somebody who can start it again."""
+        """What this process cannot survive, and settings that went through, are passed on to whoever can start it again."""
         self.fit.supervisor = supervisor
 
     def listen(self, listener: Callable[[FallbackEvent], None]) -> None:

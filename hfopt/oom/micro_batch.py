@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from hfopt.compat import tf32_is_on
+from hfopt.compat.torch_patches import tf32_is_on
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.facts.loss_rule import MEANS, LossShape, Rule, RuleName
 from hfopt.oom import replay, split_batch

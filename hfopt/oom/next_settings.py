@@ -80,7 +80,7 @@ Settings = Callable[[Mapping[str, Any], str], None]
 class Supervisor(Protocol):
     """Who starts the run again when a process of it cannot go on."""
 
-    def goes_on_with(self, settings: NextSettings) -> None: ...
+    def start_again_with(self, settings: NextSettings) -> None: ...
 
     def failed(self, failure: RunFailure) -> None: ...
 
@@ -199,7 +199,7 @@ class Fit:
         try:
             (self._settings or functools.partial(write_settings, folder))(changes, why)
             if self.supervisor is not None:
-                self.supervisor.goes_on_with(NextSettings(changes=changes, why=why))
+                self.supervisor.start_again_with(NextSettings(changes=changes, why=why))
         except OSError as error:  # a full disk must not end the training
             say(f"hfopt: the new settings could not be written: {error}")
         if step.action == "restart":

@@ -11,7 +11,7 @@ its reason out.
 How long a smaller size lasts: one window for a rare long batch, until further notice when it keeps happening, and back up when it is
 quiet.
 
-Pure. `after_window` is told of each accumulation window whether memory ran out in it and at which size it went through. A size is made
+Pure. `after_window` learns of each accumulation window whether memory ran out in it and at which size it went through. A size is made
 lasting once `settle_after` of the last `RECENT` windows ran out of memory. After `grow_after` quiet windows the next larger size is
 tried; if memory runs out again within `settle_after` windows of that, it was too early, and the next wait is twice as long.
 """
@@ -193,14 +193,14 @@ class Pace:
     grown_from: int | None = None  # the size to return to when the last growth was too early
 
     @property
-    def untroubled(self) -> bool:
+    def all_went_through(self) -> bool:
         """Whole micro-batches and no failure to remember: a quiet window changes nothing."""
         return self.size is None and not self.failed_sizes and self.grown_from is None
 
 
 def after_window(pace: Pace, passed_at: int | None) -> Pace:
     """`passed_at` is the size a window went through at after running out of memory, None when it did not run out."""
-    if passed_at is None and pace.untroubled:
+    if passed_at is None and pace.all_went_through:
         return pace
     recent = (*pace.failed_sizes, passed_at)[-RECENT:]
     if not any(recent):

@@ -36,8 +36,8 @@ from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import COMPILE
 from hfopt.pricing.dataloader import Feeding
 from hfopt.pricing.evaluation_choice import first_evaluation
+from hfopt.pricing.forked_traces import Estimator, kept_traces
 from hfopt.pricing.target_device import TargetDevice, device_of
-from hfopt.pricing.trace_ahead import Estimator, kept_traces
 from hfopt.schema import Candidate, EvaluationPeak, Hardware, Neutrality, Rejection, TrainJob, Trial, Workload
 from hfopt.units import format_bytes
 
@@ -89,7 +89,7 @@ def make_plan(
 
             subject = from_live(source, request)
         read_s = time.perf_counter() - started
-        with kept_traces(estimator, ahead=request.own_process, begin=begin) as traces:
+        with kept_traces(estimator, in_child=request.own_process, begin=begin) as traces:
             ask = partial(plan_subject, request=request, progress=progress, estimator=traces, run=tryout, priced=priced)
             made = _on_its_devices(subject, request, ask)
     if tryout is not None and tryout.note is not None:

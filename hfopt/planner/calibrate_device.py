@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from hfopt.compat import package_version
+from hfopt.compat.versions import package_version
 from hfopt.errors import HardwareError
 from hfopt.hardware.detect import detect
 from hfopt.job.request import Progress, Request

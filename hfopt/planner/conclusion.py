@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from hfopt.facts.argument_effects import unseen
+from hfopt.facts.argument_effects import not_modelled
 from hfopt.facts.gradient_growth import grows_with_accumulation, words
 from hfopt.facts.oom_advice import EXPANDABLE
 from hfopt.facts.training_keys import CHECKPOINTING_KWARGS, NEW_SPELLINGS
@@ -258,8 +258,7 @@ def _assumed(planning: Planning) -> tuple[Assumption, ...]:
 
 
 def _warnings(planning: Planning) -> tuple[str, ...]:
-    fault = planning.allowed.fault
-    wrong = () if fault is None else (f"{fault}; {_instead(planning.result.winner[0])}",)
+    wrong = () if (fault := planning.allowed.fault) is None else (f"{fault}; {_instead(planning.result.winner[0])}",)
     overflow = planning.allowed.warnings if planning.result.winner[0].precision == "fp16" else ()
     return (*wrong, *planning.device.warnings, *_growing(planning), *planning.subject.warnings, *overflow, *_compiling_differs(planning))
 
@@ -322,7 +321,7 @@ def _about_the_file(planning: Planning) -> Iterator[str]:
     """What the config sets and the figures do not show, or show by something close: nobody should have to ask for it."""
     subject = planning.subject
     yield from subject.notes
-    yield from unseen(subject.job.raw, subject.job.trainer)
+    yield from not_modelled(subject.job.raw, subject.job.trainer)
     yield from liger_note(subject)
     yield from attention_note(subject, planning.device.gpu)
     yield from subject.job.model.notes

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from hfopt.compat.versions import missing_kernels, torch_build
 from hfopt.config.settings import trainer_settings
+from hfopt.config.training_arguments import BATCH
 from hfopt.errors import ConfigError, TraceError
-from hfopt.facts.argument_effects import unseen
+from hfopt.facts.argument_effects import not_modelled
+from hfopt.facts.training_keys import installed
 from hfopt.job.request import Progress, Request
 from hfopt.job.subject import Subject, asked, from_file, hardware_of, workload_of
 from hfopt.memory.curve import MemoryCurve
@@ -133,7 +135,6 @@ def _round_batches(largest: int) -> Iterable[int]:
         batch *= 2
 
 
-_TRAINER_BATCH = 8  # TrainingArguments' default
 _ENGINE_WORDS = {"ddp": "DDP", "fsdp2": "FSDP2", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 _MOST_ROWS = 6  # per checkpointing, when no sizes are asked for
 
@@ -152,7 +153,7 @@ def read_subject(config: str, request: Request) -> Subject:
         settings=trainer_settings({}),
         model=ModelSpec(name=config),
         data=DataSpec(),
-        per_device_batch=_TRAINER_BATCH,
+        per_device_batch=installed().fields[BATCH].default,
         accumulation=1,
         world_size=max(1, len(hardware.gpus)),
     )
@@ -190,19 +191,7 @@ def memory_table(
         own = replace(own, checkpointing=Checkpointing())
         notes.append(f"{workload.model_class} has no gradient checkpointing: the setting is left out")
     settings = replace(pricing.base, precision=own.precision, checkpointing=own.checkpointing)
-    named = (*unseen(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu))
-    named += compile_note(subject, gpu) if job.settings.torch_compile else ()
-    kernels = missing_kernels(gpu, torch_build())
-    notes = [
-        *(() if kernels is None else (str(kernels),)),
-        *subject.hardware.notes,
-        *subject.notes,
-        *subject.warnings,
-        *(repair.reason for repair in subject.repairs),
-        *named,
-        *_remarks(workload, settings, gpu),
-        *notes,
-    ]
+    notes = [*_notes(subject, settings), *notes]
     rows: list[MemoryRow] = []
     evaluation: EvaluationPeak | None = None
     largest: dict[bool, int | None] = {}
@@ -244,6 +233,20 @@ def memory_table(
         notes=tuple(notes),
         evaluation=evaluation,
     )
+
+
+def _notes(subject: Subject, settings: StepSettings) -> Iterator[str]:
+    """What the figures leave out or take for granted, before anything is traced."""
+    job, gpu = subject.job, subject.hardware.smallest
+    kernels = missing_kernels(gpu, torch_build())
+    if kernels is not None:
+        yield str(kernels)
+    yield from (*subject.hardware.notes, *subject.notes, *subject.warnings)
+    yield from (repair.reason for repair in subject.repairs)
+    yield from (*not_modelled(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu))
+    if job.settings.torch_compile:
+        yield from compile_note(subject, gpu)
+    yield from _remarks(subject.workload, settings, gpu)
 
 
 def _evaluation(

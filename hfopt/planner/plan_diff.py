@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat import package_version
+from hfopt.compat.versions import package_version
 from hfopt.errors import ConfigError
 from hfopt.hardware.detect import named
 from hfopt.job.request import Request

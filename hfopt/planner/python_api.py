@@ -6,8 +6,9 @@ it take precedence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from hfopt.planner.result import Plan
 from hfopt.schema import Task
 
 if TYPE_CHECKING:
-    from hfopt.pricing.trace_ahead import Estimator
+    from hfopt.pricing.forked_traces import Estimator
 
 
 def plan(
@@ -86,40 +87,20 @@ def plan(
 
     Raises HfoptError (bad input), of which NothingFits says what would fit.
     """
-    given = {
-        "gpu": gpu,
-        "vram_gib": vram_gib,
-        "num_gpus": num_gpus,
-        "nodes": nodes,
-        "link": link,
-        "host": host,
-        "engine": engine,
-        "accelerate": None if accelerate is None else Path(accelerate),
-        "assume_zero": assume_zero,
-        "model_parallel": model_parallel,
-        "model": model,
-        "like": like,
-        "model_from": None if model_from is None else Path(model_from),
-        "task": task,
-        "seq_len": seq_len,
-        "lengths": None if lengths is None else tuple(lengths),
-        "samples": samples,
-        "section": section,
-        "effective_batch": effective_batch,
-        "lr_scaling": lr_scaling,
-        "keep": _names("keep", keep),
-        "allow": _names("allow", allow),
-        "headroom": headroom,
-        "dry_run": dry_run,
-        "trust_remote_code": trust_remote_code,
-        "for_transformers": for_transformers,
-    }
-    wishes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    wishes = _wishes(locals())
     return make_plan(source, launched(replace(request or Request(), **wishes)), progress=progress, estimator=estimator)
 
 
-def _names(option: str, names: Iterable[str] | None) -> frozenset[str] | None:
+def _wishes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the parameters of `plan` those that a Request has and that say something."""
+    wishes = {one.name: given[one.name] for one in fields(Request) if given.get(one.name) is not None}
+    read: dict[str, Callable[[Any], Any]] = {"accelerate": Path, "model_from": Path, "lengths": tuple}
+    read |= {name: partial(_names, name) for name in ("keep", "allow")}
+    return {name: read[name](value) if name in read else value for name, value in wishes.items()}
+
+
+def _names(option: str, names: Iterable[str]) -> frozenset[str]:
     """A lone string would be taken apart into letters."""
     if isinstance(names, str):
         raise ConfigError(f"{option}={names!r} is one string", hint=f"give a list of names: {option}=[{names!r}]")
-    return None if names is None else frozenset(names)
+    return frozenset(names)

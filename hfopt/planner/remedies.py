@@ -1,7 +1,7 @@
 """What helps when memory is short: each remedy with the key or flag that takes it, and what it does to the training.
 
-In the order in which they are told: what leaves the training as it is, what only rounds the optimizer's states, what needs other hardware,
-and last what trains something else. The figures are the caller's (`nothing_fits`).
+In the order of the report: what leaves the training as it is, what only rounds the optimizer's states, what needs other hardware, and last
+what trains something else. The figures are the caller's (`nothing_fits`).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from hfopt.memory.step_memory import Estimate, ParameterCount, context_bytes, st
 from hfopt.memory.timeline import BatchInputs
 from hfopt.memory.trace_store import kept_count, kept_inputs
 from hfopt.pricing.compiled import UNCOMPILED, Compiler, over_the_run
-from hfopt.pricing.trace_ahead import Errand, Estimator, ForkedTraces
+from hfopt.pricing.forked_traces import Estimator, ForkedTraces, KeyedTask
 from hfopt.probe.compiled_step import CAPTURED, PLANNED_AS
 from hfopt.schema import Candidate, Checkpointing, CompiledStep, Correction, MemoryPeak, StepSettings, StepTime, Trial, Workload
 from hfopt.speed.device_speed import Speed
@@ -179,7 +179,7 @@ class Pricing:
         if trial.device != "cpu" and trial.peak_reserved_bytes is not None:  # a process on the CPU holds Python and libraries as well
             known = self.curve(candidate)
             # of the longest batches alone, as the dry run has them
-            curve = MemoryCurve(known.timeline, known.context_bytes, goes_on=known.goes_on, options=known.options)
+            curve = MemoryCurve(known.timeline, known.context_bytes, third_step_follows=known.third_step_follows, options=known.options)
             capacity = None if self.capacity_bytes is None else self.capacity_bytes - curve.context_bytes
             predicted = curve.replay(candidate.per_device_batch, capacity_bytes=capacity).reserved_bytes
             predicted += self.added_bytes(candidate) - self.offset_bytes
@@ -322,7 +322,7 @@ class Pricing:
             compile_mode=PLANNED_AS.get(self.base.compile_mode, "default") if self._compiles(candidate) else "default",
         )
 
-    def expect(self, candidates: Sequence[Candidate], then: Sequence[Errand] = ()) -> None:
+    def expect(self, candidates: Sequence[Candidate], then: Sequence[KeyedTask] = ()) -> None:
         """These will be asked for, in this order: an estimator that can trace beside us may begin, and go on with `then`."""
         if isinstance(self.estimator, ForkedTraces):
             self.estimator.start([self.traced_as(self.settings(candidate).eager) for candidate in candidates], then)

@@ -17,7 +17,7 @@ from hfopt.errors import NothingFits, TraceError
 from hfopt.job.subject import Subject
 from hfopt.memory.trace_store import kept_evaluation
 from hfopt.pricing.candidate_prices import Pricing
-from hfopt.pricing.trace_ahead import Errand, ForkedTraces
+from hfopt.pricing.forked_traces import ForkedTraces, KeyedTask
 from hfopt.schema import (
     GENERATING,
     Assumption,
@@ -241,7 +241,7 @@ class FirstEvaluation:
             self._curves[key] = self._traced(key, self.pricing.estimate(candidate).curve.timeline.marks)
         return self._curves[key]
 
-    def expected(self, *candidates: Candidate) -> tuple[Errand, ...]:
+    def expected(self, *candidates: Candidate) -> tuple[KeyedTask, ...]:
         """Their traces, for a process that may make them before they are asked for."""
         keys = dict.fromkeys(self._key(replace(candidate, torch_compile=False)) for candidate in candidates)
         return tuple(
@@ -256,8 +256,8 @@ class FirstEvaluation:
         try:
             if "end" not in training_marks:
                 raise TraceError("the training step itself is a coarse estimate")
-            ahead = self.pricing.estimator
-            made: EvaluationCurve | None = ahead.made(("evaluation", settings)) if isinstance(ahead, ForkedTraces) else None
+            forked = self.pricing.estimator
+            made: EvaluationCurve | None = forked.made(("evaluation", settings)) if isinstance(forked, ForkedTraces) else None
             return made or trace_evaluation(self.subject, self.reading, *self.pricing.traced_as(settings))
         except TraceError as error:
             self.untraced = f"{NOT_ESTIMATED}: {error}"

@@ -6,7 +6,7 @@ key-value heads × head size × tokens × completions, in the type of the weight
 values are joined to what is cached in the type of the keys logits = vocabulary × completions × 3 in float32: the last token's logits,
 scores and probabilities live through the next pass copies = what autocast makes of float32 weights, for the length of a forward pass
 
-It lives while nothing of the backward does, so it is held against what stays (weights, optimizer state, the context), not against the
+It lives while nothing of the backward does, so it is compared with what stays (weights, optimizer state, the context), not against the
 step's peak. No candidate changes it: the generation batch is the user's.
 
 TRL starts vLLM in the training process (`vllm_mode: colocate`) and hands it `vllm_gpu_memory_utilization` of the card's whole memory, for

@@ -18,8 +18,8 @@ from hfopt.memory.counted_step import budget_bytes
 from hfopt.memory.trace_store import TraceStore
 from hfopt.pricing.candidate_prices import Pricing
 from hfopt.pricing.compiled import COMPILE, Compiler, compiler_of, run_steps
+from hfopt.pricing.forked_traces import Estimator
 from hfopt.pricing.grpo import ColocatedVllm, colocated_vllm, room_beside
-from hfopt.pricing.trace_ahead import Estimator
 from hfopt.schema import Assumption, Gpu, Hardware, Host, MemoryPeak, Sharding, StepSettings
 from hfopt.speed.calibration import NamedHost, calibrated, for_device, named_host
 from hfopt.speed.device_speed import Speed, speed_of
@@ -59,7 +59,7 @@ def device_figures(gpu: Gpu | None, host: Host, table: Speed, named: NamedHost, 
     return DeviceFigures(speed=speed, launches=launches, notes=tuple(notes), calibrated=day)
 
 
-NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where a network is not told
+NETWORK_BYTES_PER_S = 12.5e9  # 100 Gbit/s, assumed where no rate of a network is given
 HOST_BYTES_PER_S = 100e9  # of a host's memory, assumed: eight channels of DDR4-3200 have twice that at best
 UPDATE_BYTES = 28  # Adam on the host reads weight, gradient and two states and writes three of them, in float32
 HOST_PASSES = 3  # torch's Adam on the CPU goes over the states several times; DeepSpeed's goes once
@@ -117,7 +117,7 @@ def _host_s(subject: Subject, sharding: Sharding, *, passes: int) -> float:
 
 
 def link_of(hardware: Hardware, *, asked: tuple[str, float | None] | None, nodes: int) -> tuple[float | None, str]:
-    """The slowest link of the ring in bytes/s, and the words for it. `asked` is the kind given with --link and its rate, if told."""
+    """The slowest link of the ring in bytes/s, and the words for it. `asked` is the kind given with --link and its rate, if given."""
     gpu = hardware.smallest
     if gpu is None:
         return None, "memory of this machine"
@@ -181,7 +181,7 @@ class TargetDevice:
 
 
 def allocator_conf() -> str | None:
-    """What PyTorch's allocator is told in this environment; the first name is that of torch 2.9 and later."""
+    """The allocator's settings in this environment; the first name is that of torch 2.9 and later."""
     return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None
 
 

@@ -168,9 +168,9 @@ def _run(order: CompileOrder, workload: Workload, batch: int, output: Path) -> d
     with kernels_unmade(log.launched, lambda: _Calls(log)):
         model = build_on(workload, "virtual")
         log.begin("built")
-        told = dataclasses.replace(order.candidate, per_device_batch=batch), None
+        choice = dataclasses.replace(order.candidate, per_device_batch=batch), None
         asked = Order(job=order.job, device="virtual", extent=Extent(steps=order.steps))
-        trainer = make_trainer(workload, model, asked, told, output, MeasuredSteps(CudaMeter()))
+        trainer = make_trainer(workload, model, asked, choice, output, MeasuredSteps(CudaMeter()))
         trainer.add_callback(_Moments(log, order.steps))
         _watched(trainer, log, order.first_measured)
         torch.cuda.reset_peak_memory_stats()
@@ -192,8 +192,8 @@ def _counted(order: CompileOrder, workload: Workload, batch: int, output: Path) 
     forget_compiled()
     job = dataclasses.replace(order.job, raw={**order.job.raw, "torch_compile_backend": "eager", "torch_compile_mode": None})
     asked = Order(job=job, device="virtual", extent=Extent(steps=2))
-    told = dataclasses.replace(order.candidate, per_device_batch=batch), None
-    make_trainer(workload, build_on(workload, "virtual"), asked, told, output, MeasuredSteps(CudaMeter())).train()
+    choice = dataclasses.replace(order.candidate, per_device_batch=batch), None
+    make_trainer(workload, build_on(workload, "virtual"), asked, choice, output, MeasuredSteps(CudaMeter())).train()
     graphs, breaks = compilations()
     return {"graphs": graphs, "graph_breaks": breaks}
 

@@ -144,7 +144,7 @@ _PACKAGE_PARENT = Path(__file__).parents[2]
 
 
 class Prepared:
-    """A child that imports, reads the model and builds it on the device while the caller still thinks; then it is told the candidate.
+    """A child that imports, reads the model and builds it on the device while the caller still thinks; then it is sent the candidate.
 
     It serves one candidate. `close` ends it and leaves nothing, used or not.
     """

@@ -22,11 +22,11 @@ from hfopt.probe.dry_run import COMPILE_ORDER, TOLD
 from hfopt.schema import Candidate, EvaluationPeak
 
 
-def _told(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
+def _choice(folder: Path) -> tuple[Candidate, EvaluationPeak | None]:
     """Waits for the candidate and how to evaluate."""
     with (folder / "candidate").open("rb") as pipe:
-        told: tuple[Candidate, EvaluationPeak | None] = pickle.load(pipe)
-    return told
+        choice: tuple[Candidate, EvaluationPeak | None] = pickle.load(pipe)
+    return choice
 
 
 def _compile(folder: Path) -> None:
@@ -43,21 +43,21 @@ def main(folder: Path) -> None:
     if (folder / COMPILE_ORDER).exists():
         _compile(folder)
         return
-    told = pickle.loads((folder / "job.pickle").read_bytes())
+    job = pickle.loads((folder / "job.pickle").read_bytes())
     with lean_imports():
-        if told["eager"]:
+        if job["eager"]:
             spare_dynamo(one_device=True)
         spare_other_models()
-        spare_scipy(one_device=told["eager"])
-        adapters = told["job"].model.lora is not None
+        spare_scipy(one_device=job["eager"])
+        adapters = job["job"].model.lora is not None
         if adapters:
             spare_inductor()
         spare_the_trainer(adapters=adapters)
         from hfopt.probe import training_steps
 
-        order = training_steps.Order(**told)
+        order = training_steps.Order(**job)
     try:
-        facts = training_steps.measure(order, lambda: _told(folder), folder / "output")
+        facts = training_steps.measure(order, lambda: _choice(folder), folder / "output")
     except HfoptError as error:
         facts = {"outcome": "error", "message": str(error)}
     except Exception as error:  # the parent tells it in one sentence; the traceback stays in its log

@@ -76,7 +76,7 @@ def rehearse(
 
 @contextmanager
 def _clocks(folder: Path, gpu: Gpu) -> Iterator[None]:
-    """Meanwhile each process of the script that asks is told the times of its step (hfopt/virtual/site/hfopt_rehearsal_clock.py)."""
+    """Meanwhile each process of the script that asks is sent the times of its step (hfopt/virtual/site/hfopt_rehearsal_clock.py)."""
     over = threading.Event()
 
     def answer() -> None:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import nn
 
-from hfopt.compat import let_gradients_through
+from hfopt.compat.transformers_patches import let_gradients_through
 from hfopt.errors import DryRunError
 from hfopt.facts.oom_errors import RAISED_AS, is_oom
 from hfopt.model.batch import with_decoder_inputs
@@ -150,9 +150,9 @@ class _Samples(torch.utils.data.Dataset):  # type: ignore[misc]
 
 
 def make_trainer(
-    workload: Workload, model: Any, order: Order, told: tuple[Candidate, EvaluationPeak | None], output: Path, clock: MeasuredSteps
+    workload: Workload, model: Any, order: Order, choice: tuple[Candidate, EvaluationPeak | None], output: Path, clock: MeasuredSteps
 ) -> Any:
-    candidate, evaluation = told
+    candidate, evaluation = choice
     run = min(candidate.accumulation, order.extent.micro_batches or candidate.accumulation)
     fields = [field.name for field in dataclasses.fields(transformers.TrainingArguments) if field.init]
     chosen = training_arguments(
@@ -257,8 +257,8 @@ def _materialise(module: nn.Module, done: Materialised) -> None:
             module._buffers[name] = torch.zeros_like(buffer, device="cuda") if buffer.is_meta else buffer.to("cuda")
 
 
-def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | None]], output: Path) -> dict[str, Any]:
-    """One dry run; `told` waits for the candidate and how to evaluate. Any error but memory's leaves this function."""
+def measure(order: Order, choice: Callable[[], tuple[Candidate, EvaluationPeak | None]], output: Path) -> dict[str, Any]:
+    """One dry run; `choice` waits for the candidate and how to evaluate. Any error but memory's leaves this function."""
     transformers.logging.set_verbosity_error()
     if order.device != "cpu" and not torch.cuda.is_available():
         raise DryRunError("there is no CUDA device here to run on")
@@ -270,7 +270,7 @@ def measure(order: Order, told: Callable[[], tuple[Candidate, EvaluationPeak | N
     phase = "loading the model"
     try:
         model = build_on(workload, order.device)
-        candidate, evaluation = told()
+        candidate, evaluation = choice()
         if candidate.attn_implementation not in (None, order.job.model.attn_implementation):
             del model
             meter.empty()

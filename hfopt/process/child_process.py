@@ -243,10 +243,10 @@ def run(command: Sequence[str], *, folder: Path, timeout_s: float, env: Mapping[
 
 def _how_it_ended(folder: Path, mark: str, wall_s: float) -> Ended:
     try:
-        told = json.loads((folder / "ended.json").read_text())
+        ending = json.loads((folder / "ended.json").read_text())
     except (OSError, ValueError):  # the guard itself was killed; its child died with it, but perhaps not the child's children
         child_guard.kill_marked(mark)
         return Ended(reason="killed", returncode=-9, wall_s=wall_s)
-    if "error" in told:
-        raise DryRunError(f"cannot start {told['error']}")
-    return Ended(reason=told["reason"], returncode=told["returncode"], wall_s=wall_s)
+    if "error" in ending:
+        raise DryRunError(f"cannot start {ending['error']}")
+    return Ended(reason=ending["reason"], returncode=ending["returncode"], wall_s=wall_s)

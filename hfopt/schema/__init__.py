@@ -11,7 +11,10 @@ from hfopt.schema.job import (
     Assumption,
     Change,
     DataSpec,
+    EngineSettings,
+    EvaluationArguments,
     EvaluationSpec,
+    LoaderSettings,
     Lora,
     ModelPart,
     ModelSpec,
@@ -19,8 +22,10 @@ from hfopt.schema.job import (
     Precision,
     Problem,
     Quantization,
+    RolloutSettings,
     Task,
     TrainerKind,
+    TrainerSettings,
     TrainJob,
     why_not_scaled,
 )
@@ -90,7 +95,6 @@ from hfopt.schema.step_cost import (
     StepTime,
     ZeroSizes,
 )
-from hfopt.schema.trainer_settings import EngineSettings, EvaluationArguments, LoaderSettings, RolloutSettings, TrainerSettings
 from hfopt.schema.workload import BatchShape, BlockSizes, ConfigFacts, Gpu, Hardware, Host, LengthSpread, Workload
 
 __all__ = [

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hfopt.compat import package_version
+from hfopt.compat.versions import package_version
 from hfopt.errors import ConfigError
 from hfopt.files import location, write_private
 from hfopt.schema import Gpu, Hardware, Host

@@ -43,7 +43,7 @@ from importlib import import_module
 from importlib.resources import files
 from typing import Any
 
-from hfopt.compat import installed_torch
+from hfopt.compat.versions import installed_torch
 from hfopt.hardware.catalog import fp32_per_sm_clock
 from hfopt.schema import Gpu
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hfopt.compat import set_tf32, tf32_is_on
+from hfopt.compat.torch_patches import set_tf32, tf32_is_on
 
 REPEATS = 5
 LONG_ENOUGH_S = 0.01

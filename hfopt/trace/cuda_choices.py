@@ -19,7 +19,7 @@ from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from hfopt.compat import installed_torch
+from hfopt.compat.versions import installed_torch
 from hfopt.trace.events import at_least, one_of
 
 aten = torch.ops.aten

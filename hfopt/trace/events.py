@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from hfopt.compat import installed_torch
+from hfopt.compat.versions import installed_torch
 from hfopt.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def resident_threads(capability: tuple[int, int], multiprocessors: int | None = 
 
 
 class Kernels:
-    """The allocation order of CUDA's kernels for one capability and one version of PyTorch (the installed one unless told).
+    """The allocation order of CUDA's kernels for one capability and one version of PyTorch (the installed one by default).
 
     Who owns the workspaces of cuBLAS and cublasLt has changed (ATen/cuda/CublasHandlePool.cpp): cuBLAS kept one per thread until 2.14;
     cublasLt took 1 MiB per call until 2.8, kept it from 2.9 on (pytorch#156495), shared cuBLAS's from 2.11 on (pytorch#168175); 2.15 takes

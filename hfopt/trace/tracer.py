@@ -20,15 +20,17 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hfopt.compat import let_gradients_through, package_version, quietly
 from hfopt.compat.torch_patches import lists_of_scalars, swaps_allowed, unvalidated_distributions
 from hfopt.compat.transformers_patches import (
     assignments_by_shape,
     checkpoints_every_n_layers,
     enable_checkpointing,
+    let_gradients_through,
     masks_read,
+    quietly,
     trainer_turns_cache_off,
 )
+from hfopt.compat.versions import package_version
 from hfopt.errors import TraceError
 from hfopt.model.loading import card_loads
 from hfopt.model.stored_workload import whole

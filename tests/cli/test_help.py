@@ -8,13 +8,14 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 import hfopt
-from hfopt.cli import COMMANDS, application
+from hfopt.cli import COMMANDS, COMPLETING, application
 
 EXAMPLE = re.compile(r"^ {4}(?:.*\| |\S+=\S+ )?(hfopt .*?)(?: {2,}.*| \| .*| > .*)?$", re.M)
 
@@ -33,10 +34,23 @@ def test_the_examples_of_a_command_parse(command: str) -> None:
     shown = CliRunner().invoke(application([command]), [command, "--help"]).output.partition("Examples:")[2].partition("\n\n")[0]
     examples = [shlex.split(line) for line in EXAMPLE.findall(shown)]
     assert len(examples) >= 3
-    click_command = typer.main.get_command(application([])).commands[command]  # type: ignore[attr-defined]
+    click_command = _commands([command])[command]
     for words in examples:
         assert words[:2] == ["hfopt", command]
         click_command.make_context(command, words[2:], resilient_parsing=False)
+
+
+def _commands(words: list[str]) -> Any:
+    return typer.main.get_command(application(words)).commands  # type: ignore[attr-defined]
+
+
+def test_options_are_read_wherever_a_command_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of commands leaves them out, which is most of its time."""
+    assert not any(command.params for command in _commands(["--help"]).values())
+    for words in (["plan", "--help"], ["--", "plan"], ["--version", "plan"], ["plann"]):
+        assert "gpu" in {option.name for option in _commands(words)["plan"].params}, words
+    monkeypatch.setenv(COMPLETING, "complete_bash")
+    assert "gpu" in {option.name for option in _commands([])["plan"].params}
 
 
 @pytest.mark.skipif(

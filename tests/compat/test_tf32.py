@@ -23,7 +23,7 @@ SAID_ANEW = {
 }
 ONE = """
 import os, torch
-from hfopt.compat import set_tf32, tf32_is_on
+from hfopt.compat.torch_patches import set_tf32, tf32_is_on
 for statement, expected in {said!r}.items():
     child = os.fork()
     if not child:

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hfopt.compat.typer_patches import spare_pydantic
+from hfopt.compat.fast_import import spare_pydantic
 
 CHILD = """
 import sys

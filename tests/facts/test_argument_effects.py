@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.facts.argument_effects import TRL_CONFIGS, effects, fields_of, unseen
+from hfopt.facts.argument_effects import TRL_CONFIGS, effects, fields_of, not_modelled
 from hfopt.facts.training_keys import trl_config
 
 
@@ -49,7 +49,7 @@ def test_no_reason_is_missing() -> None:
     ],
 )
 def test_what_the_figures_do_not_show_is_named_when_it_is_set(trainer: str, args: dict[str, Any], named: list[str]) -> None:
-    said = list(unseen(args, trainer))
+    said = list(not_modelled(args, trainer))
     assert [sentence.partition(" is set; ")[0] for sentence in said] == named
     assert all(sentence.partition(" is set; ")[2] for sentence in said)
 
@@ -66,11 +66,11 @@ def test_entries_inside_an_argument_are_named_too() -> None:
         "gradient_checkpointing_kwargs": {"offload": True},
         "fsdp_config": {"activation_checkpointing": True, "reshard_after_forward": True},
     }
-    said = list(unseen(args, "Trainer"))
+    said = list(not_modelled(args, "Trainer"))
     assert [sentence.partition(" is set")[0] for sentence in said] == [
         "gradient_checkpointing_kwargs: offload",
         "fsdp_config: activation_checkpointing",
     ]
     counted = {"gradient_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}  # as a job of several ranks is read
-    assert list(unseen(counted, "Trainer")) == []
-    assert list(unseen({"gradient_checkpointing_kwargs": {"offload": False}, "fsdp_config": "fsdp.json"}, "Trainer")) == []
+    assert list(not_modelled(counted, "Trainer")) == []
+    assert list(not_modelled({"gradient_checkpointing_kwargs": {"offload": False}, "fsdp_config": "fsdp.json"}, "Trainer")) == []

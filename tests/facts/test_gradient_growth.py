@@ -1,4 +1,4 @@
-"""Which heads ignore the number of items: read from the sources, held against what real steps of the Trainer measured."""
+"""Which heads ignore the number of items: read from the sources, compared with what real steps of the Trainer measured."""
 
 from __future__ import annotations
 

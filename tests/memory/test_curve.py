@@ -78,7 +78,7 @@ def with_a_tile(*, micro_batches: int) -> MemoryCurve:
         marks=marks,
         formulas=dict.fromkeys(range(0, len(blocks), 2), tile),
     )
-    return MemoryCurve(timeline, CONTEXT, goes_on=True)
+    return MemoryCurve(timeline, CONTEXT, third_step_follows=True)
 
 
 def with_states(curve: MemoryCurve, *, mib: float, before: str = "step_1") -> MemoryCurve:

@@ -63,7 +63,7 @@ def test_another_batch_size_is_what_its_own_trace_says(traces: dict[int, Trace])
     timeline = per_sample_timeline(traces[3], traces[4]).at(7)
     assert len(timeline) == len(traces[7].events)
     assert timeline.marks == traces[7].marks
-    found, true = (MemoryCurve(one, 0, goes_on=True).peak(7) for one in (timeline, alone(traces[7])))
+    found, true = (MemoryCurve(one, 0, third_step_follows=True).peak(7) for one in (timeline, alone(traces[7])))
     assert found.allocated_bytes == true.allocated_bytes
     assert found.reserved_bytes == pytest.approx(true.reserved_bytes, abs=2 * MIB), "which of like blocks is freed may cost a small segment"
 
@@ -72,7 +72,7 @@ def test_the_curve_is_exact_and_not_a_line(traces: dict[int, Trace]) -> None:
     """Though at two samples no gradient is added in place, as it is from the third on."""
     found = estimate(WORKLOAD, SETTINGS)
     assert not any("coarse" in note for note in found.notes)
-    true = MemoryCurve(alone(traces[7]), 0, goes_on=True).peak(7)
+    true = MemoryCurve(alone(traces[7]), 0, third_step_follows=True).peak(7)
     assert found.curve.peak(7).allocated_bytes == true.allocated_bytes
     assert found.curve.peak(1).allocated_bytes < found.curve.peak(2).allocated_bytes
     many = found.curve.peaks([4, 9])

@@ -23,13 +23,13 @@ def test_the_third_step_is_that_of_a_longer_trace(tiny_gpt2: Callable[..., Workl
     repeated = [size for _, size in ThirdStep(two).events(two.sizes(5)) if size not in (0, FREED)]
     traced = [size for size in three.sizes(5)[three.marks["step_2"] : three.marks["end"]] if size not in (0, FREED)]
     assert repeated == traced and len(traced) > 50
-    ours, longer = MemoryCurve(two, 0, goes_on=True).replay(5), MemoryCurve(three, 0).replay(5)
+    ours, longer = MemoryCurve(two, 0, third_step_follows=True).replay(5), MemoryCurve(three, 0).replay(5)
     assert (ours.allocated_bytes, ours.reserved_bytes) == (longer.allocated_bytes, longer.reserved_bytes)
 
 
 def test_every_estimate_of_one_card_takes_it_and_keeps_the_moment(tiny_gpt2: Callable[..., Workload]) -> None:
     curve = estimate(tiny_gpt2(), StepSettings()).curve
-    assert curve.goes_on
+    assert curve.third_step_follows
     traced_only = MemoryCurve(curve.timeline, curve.context_bytes).peak(7)
     peak = curve.peak(7)
     assert (peak.allocated_bytes, peak.moment) == (traced_only.allocated_bytes, traced_only.moment)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.compat import installed_torch
+from hfopt.compat.versions import installed_torch
 from hfopt.memory.layer_extrapolation import rough_depths, rough_step
 from hfopt.memory.step_memory import count_parameters, counted, deeper_count, state_bytes, traced
 from hfopt.model.from_config import from_spec

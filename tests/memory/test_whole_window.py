@@ -38,7 +38,7 @@ def test_two_micro_batches_become_three(tiny_gpt2: Callable[..., Workload], monk
     longer = two.of_window(3, third=True)
     assert longer is not None and len(_taken(longer)) > len(_taken(two))
     assert _taken(longer) == _taken(three)
-    ours, whole = (MemoryCurve(one, 0, goes_on=True).replay(BATCH) for one in (longer, three))
+    ours, whole = (MemoryCurve(one, 0, third_step_follows=True).replay(BATCH) for one in (longer, three))
     assert abs(ours.allocated_bytes - whole.allocated_bytes) <= 4096  # of scalars: which of them live on is not told
     assert ours.reserved_bytes == whole.reserved_bytes
 
@@ -51,7 +51,7 @@ def test_the_window_before_is_there_while_one_is_fetched(tiny_gpt2: Callable[...
     assert longer is not None
     inputs = [sum(size for event, size in enumerate(timeline.sizes(BATCH)) if _is_input(timeline, event)) for timeline in (longer, many)]
     assert inputs[0] == inputs[1]
-    held = [MemoryCurve(one, 0, goes_on=True).replay(BATCH) for one in (longer, many)]
+    held = [MemoryCurve(one, 0, third_step_follows=True).replay(BATCH) for one in (longer, many)]
     if traced == 2:
         assert held[0].allocated_bytes == pytest.approx(held[1].allocated_bytes, rel=0.01)
         assert held[0].reserved_bytes == pytest.approx(held[1].reserved_bytes, rel=0.02)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hfopt.errors import WorkloadError
-from hfopt.facts.argument_effects import unseen
+from hfopt.facts.argument_effects import not_modelled
 from hfopt.memory.step_memory import estimate
 from hfopt.model.from_config import from_spec
 from hfopt.model.trl_trainer import carried_trainer
@@ -115,7 +115,7 @@ def test_completions_of_any_length_are_traced(tiny: Tiny, kind: str) -> None:
 
 def test_what_is_not_in_the_figures_is_said(tiny: Tiny) -> None:
     args = {"activation_offloading": True, "assistant_only_loss": True}
-    notes = (*unseen(args, "SFT"), *_made("SFT", tiny("llama"), **args).notes)
+    notes = (*not_modelled(args, "SFT"), *_made("SFT", tiny("llama"), **args).notes)
     assert all(sum(key in note for note in notes) == 1 for key in args), "once, not twice"
 
 

@@ -203,7 +203,9 @@ def test_a_batch_that_reserves_more_than_larger_ones_is_left_out(tmp_path: Path,
 
     def holed(workload: Workload, settings: StepSettings) -> Estimate:
         found = remembered(workload, settings)
-        return replace(found, curve=Holed(found.curve.timeline, found.curve.context_bytes, goes_on=found.curve.goes_on))
+        return replace(
+            found, curve=Holed(found.curve.timeline, found.curve.context_bytes, third_step_follows=found.curve.third_step_follows)
+        )
 
     facts = plan(path, wishes, estimator=holed).facts
     assert facts.after.candidate.per_device_batch != full

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfopt.compat import quietly
+from hfopt.compat.transformers_patches import quietly
 from hfopt.job.request import Request
 from hfopt.planner.memory_table import memory_table, read_subject
 from hfopt.schema import MemoryPeak

@@ -1,4 +1,4 @@
-"""GRPO's generation is held against the card: by rule, and the rule against PyTorch's own allocator on the virtual GPU."""
+"""GRPO's generation beside the card's memory: by rule, and the rule against PyTorch's own allocator on the virtual GPU."""
 
 from __future__ import annotations
 

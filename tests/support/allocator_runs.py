@@ -1,4 +1,4 @@
-"""Random requests to PyTorch's own CUDA caching allocator on the virtual GPU, and what it then holds: what the simulation is held against.
+"""Random requests to PyTorch's own CUDA caching allocator on the virtual GPU, and what it then holds: what the simulation is compared with.
 
 usage: python tests/support/allocator_runs.py VERSION > tests/memory/allocator_runs.json        PyTorch's, such as 2.15
 """

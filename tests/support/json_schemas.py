@@ -1,4 +1,4 @@
-"""What a command printed with `--json`, held against the schema that `hfopt schema` prints for it; more keys than it states fail too."""
+"""What a command printed with `--json`, checked against the schema that `hfopt schema` prints for it; more keys than it states fail too."""
 
 from __future__ import annotations
 

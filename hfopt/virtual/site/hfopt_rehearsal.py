@@ -1,7 +1,7 @@
 """Inside the rehearsed script: measures memory phase by phase and ends the script after the steps that were asked for.
 
 Installed by sitecustomize when HFOPT_REHEARSAL names the folder of the rehearsal. Each process that trains keeps its own report there
-(report-PID.json), rewritten at every change of phase, so that a killed process has still told where it was. A script that uses
+(report-PID.json), rewritten at every change of phase, so that it says where a killed process was. A script that uses
 transformers' Trainer is followed by hfopt_rehearsal_trainer; any other is followed by its optimizer steps.
 """
 

@@ -1,6 +1,6 @@
 """None of the user's files: from the first Trainer on, all that is written goes into the rehearsal's folder.
 
-No tracker and no Hub is told anything. Checkpoints are gone through, but the tensors of large ones are not written.
+Nothing is sent to trackers or the Hub. Checkpoints are gone through, but the tensors of large ones are not written.
 """
 
 from __future__ import annotations

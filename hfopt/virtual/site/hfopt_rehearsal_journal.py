@@ -30,7 +30,7 @@ def _borrowed() -> tuple[Any, Any]:
     """hfopt's own cost of an operation, and whether TF32 is on; the folder leaves the path again."""
     sys.path.append(_HFOPT)
     try:
-        from hfopt.compat import tf32_is_on
+        from hfopt.compat.torch_patches import tf32_is_on
         from hfopt.trace.op_cost import cost
     finally:
         sys.path.remove(_HFOPT)

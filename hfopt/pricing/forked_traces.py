@@ -33,7 +33,7 @@ _LOOK_S = 0.5
 _PATIENCE_S = 10.0
 Estimator = Callable[[Workload, StepSettings], Estimate]
 Asked = tuple[Workload, StepSettings]
-Errand = tuple[Hashable, Callable[[], Any]]
+KeyedTask = tuple[Hashable, Callable[[], Any]]
 
 
 class ForkedTraces:
@@ -45,7 +45,7 @@ class ForkedTraces:
         self._expected: list[Hashable] = []  # of the child, in the order of its answers
         self._answers: dict[Hashable, Any] = {}
 
-    def start(self, expected: Sequence[Asked], then: Sequence[Errand] = ()) -> None:
+    def start(self, expected: Sequence[Asked], then: Sequence[KeyedTask] = ()) -> None:
         """One child traces them one after the other, one child at a time; what is known already is not traced again. Where there is a
         child, it goes on with `then`, whose answers are had by their keys."""
         if isinstance(self._estimator, TraceStore):
@@ -100,13 +100,13 @@ class ForkedTraces:
 
 
 @contextmanager
-def kept_traces(estimator: Estimator | None, *, ahead: bool, begin: Callable[[], None]) -> Iterator[Estimator]:
-    """The estimator given, else traces as the disk keeps them; `begin` is called before one is made. `ahead`: a child may trace what will
-    be asked next, which needs a process of our own."""
+def kept_traces(estimator: Estimator | None, *, in_child: bool, begin: Callable[[], None]) -> Iterator[Estimator]:
+    """The estimator given, else traces as the disk keeps them; `begin` is called before one is made. `in_child`: a child may trace what
+    will be asked next, which needs a process of our own."""
     with before_tracing(begin):
         if estimator is not None:
             yield estimator
-        elif not ahead:
+        elif not in_child:
             yield TraceStore(default_store())
         else:
             with closing(ForkedTraces(TraceStore(default_store()))) as forked:

@@ -14,8 +14,8 @@ import torch
 
 from hfopt.errors import TraceError
 from hfopt.memory.step_memory import Estimate
-from hfopt.pricing import trace_ahead
-from hfopt.pricing.trace_ahead import ForkedTraces
+from hfopt.pricing import forked_traces
+from hfopt.pricing.forked_traces import ForkedTraces
 from hfopt.schema import Checkpointing, StepSettings, Workload
 
 PLAIN = StepSettings()
@@ -36,7 +36,7 @@ HERE = os.getpid()
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_ahead, "_can_fork", lambda: True)
+    monkeypatch.setattr(forked_traces, "_can_fork", lambda: True)
 
 
 def test_answers_come_from_one_child_in_any_order() -> None:
@@ -84,8 +84,8 @@ def stuck(_: Workload, settings: StepSettings) -> Estimate:
 
 
 def test_a_child_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_ahead, "_LOOK_S", 0.05)
-    monkeypatch.setattr(trace_ahead, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(forked_traces, "_LOOK_S", 0.05)
+    monkeypatch.setattr(forked_traces, "_PATIENCE_S", 0.5)
     early = ForkedTraces(stuck)
     early.start([(WORKLOAD, PLAIN), (WORKLOAD, HALVED)])
     assert early._child is not None
@@ -113,7 +113,7 @@ def faulty(_: Workload, settings: StepSettings) -> Estimate:
 
 
 def test_a_fault_of_ours_in_the_child_ends_it_and_is_met_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_ahead, "_PATIENCE_S", 1e6)
+    monkeypatch.setattr(forked_traces, "_PATIENCE_S", 1e6)
     early = ForkedTraces(faulty)
     early.start([(WORKLOAD, PLAIN)])
     assert early(WORKLOAD, PLAIN).seconds == HERE
