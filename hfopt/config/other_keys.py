@@ -169,9 +169,28 @@ def beyond_one_model(facts: Facts) -> str | None:
         return "self-distillation generates with the model that it trains, beside a copy of it that teaches"
     if facts.text("judge") is not None and facts.has("missing_eos_penalty", "max_new_tokens", "reward_model_path"):
         return "an online method generates with the model that it trains, beside a reference and a judge"
+    if (online := _online_method(facts)) is not None:
+        return f"{online}: a method that generates with the model that it trains, and is none of TRL's GRPO and RLOO"
     teacher = facts.text(*_TEACHERS, not_under=_DATA_MAKING) or facts.text("name", "model", "path", "name_or_path", under=("teacher",))
     hosted = teacher is None or "/" not in teacher  # a teacher behind an API only writes the data
     return None if hosted else f"a teacher ({teacher}) stands beside the trained model, and the logits of both are held whole"
+
+
+_ONLINE = re.compile(r"reinforce|rlvr|rejection_sampling|expert_iteration|on_?policy|(?:^|_)(?:opd|gkd|remax|raft|rft)(?:$|_)")
+
+
+def _online_method(facts: Facts) -> str | None:
+    """What says so: the method by its name, or a prompt's length and the sampling of what follows it beside no loss of preferences."""
+    if facts.has("num_generations", "group_size", "num_samples_per_prompt", "rollouts_per_prompt", "generations_per_prompt", "rloo_k"):
+        return None
+    for key in ("algorithm", "algo", "rl_algorithm", "method", "training_method", "trainer_type", "loss"):
+        stated = re.sub(r"[-\s]", "_", (facts.text(key, not_under=_DATA_MAKING) or "").lower())
+        if _ONLINE.search(stated):
+            return f"{key}: {stated}"
+    prompts, sampled = facts.has("max_prompt_length", "max_prompt_len", "kl_coef", "init_kl_coef"), facts.has("max_new_tokens")
+    if prompts and sampled and facts.has("temperature") and not facts.has("beta", "dpo_beta", "loss_type", "finetuning_type"):
+        return "max_new_tokens beside a prompt's length or a KL term"
+    return None
 
 
 def stage_notes(facts: Facts) -> tuple[str, ...]:

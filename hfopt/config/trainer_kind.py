@@ -129,11 +129,8 @@ def names_trainer(facts: Facts, trainer: TrainerKind) -> bool:
         return True
     stage = (facts.text(*_STATED_BY) or "").lower()
     named = any(word in stage and kind == trainer for word, kind in _NAMED.items())
-    return (
-        named
-        or any(kind == trainer and facts.has(*keys) for kind, keys in _OWN_KEYS)
-        or _LOSSES.get(str(facts.get("loss_type"))) == trainer
-    )
+    own = any(kind == trainer and facts.has(*(key for key in keys if key != "max_prompt_length")) for kind, keys in _OWN_KEYS)
+    return named or own or _LOSSES.get(str(facts.get("loss_type"))) == trainer
 
 
 def _by_section(data: Mapping[Any, Any]) -> TrainerKind | None:

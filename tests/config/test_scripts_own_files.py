@@ -140,3 +140,28 @@ def test_a_section_about_evaluation_is_no_profile() -> None:
     sections = "train_param: {batch_size: 16, lr: 1.0e-4, epochs: 2}\nvalid_param: {batch_size: 64}\ninfer_param: {batch_size: 128}\n"
     job = job_of(f"model_name: meta-llama/Llama-3.2-1B\n{sections}")
     assert (job.section, job.per_device_batch) == (("train_param",), 16)
+
+
+@pytest.mark.parametrize(
+    "lines", ["algorithm: reinforce", "method: rlvr", "loss: reinforce_loss", "max_prompt_length: 64\nmax_new_tokens: 64\ntemperature: 0.7"]
+)
+def test_a_method_that_generates_and_is_not_known_is_refused(lines: str) -> None:
+    beyond = job_of(f"{lines}\n{LLAMA}{TRAINING}").model.beyond
+    assert beyond is not None and "generates with the model that it trains" in beyond
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "algorithm: reinforce\nnum_generations: 8",
+        "max_new_tokens: 64\ntemperature: 0.7",
+        "beta: 0.1\nmax_prompt_length: 64\nmax_new_tokens: 64\ntemperature: 0.7",
+        "method: craft",
+    ],
+)
+def test_methods_that_are_known_are_not(lines: str) -> None:
+    assert job_of(f"{lines}\n{LLAMA}{TRAINING}").model.beyond is None
+
+
+def test_a_length_of_prompts_alone_makes_dpo_a_guess() -> None:
+    assert job_of(f"max_prompt_length: 64\n{LLAMA}{TRAINING}").guessed_trainer
