@@ -110,6 +110,9 @@ def find(document: Document, present: Installed, section: str | None) -> Section
         best = best if best in found else max(found, key=lambda candidate: (candidate.score, -len(candidate.path)))
     rivals = [other for other in found if other is not best and _share(other, best)]
     if not rivals:
+        apart = _apart(best, found)
+        if apart:  # profiles beside what they share: nothing says which of them is meant
+            return SectionLayout(main=None, rivals=apart)
         return SectionLayout(main=best, added=_adding(best, on or candidates))
     chosen, why = _choose([best, *rivals], document.data)
     if chosen is None:
@@ -195,6 +198,14 @@ def _adding(main: Section, candidates: list[Section]) -> tuple[Section, ...]:
             added.append(other)
             taken |= other.keys.keys()
     return tuple(added)
+
+
+def _apart(main: Section, found: list[Section]) -> tuple[Section, ...]:
+    """Sections beside the main one that each set a batch, where it sets none."""
+    if BATCH in main.keys:
+        return ()
+    batches = [one for one in found if BATCH in one.keys and one.keys[BATCH] == BATCH and not any(_inside(one, two) for two in found)]
+    return tuple(batches) if len(batches) > 1 else ()
 
 
 def _choose(sections: list[Section], data: dict[str, Any]) -> tuple[Section | None, str | None]:

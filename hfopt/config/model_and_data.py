@@ -345,8 +345,11 @@ def _length(facts: Facts, trainer: Trainer) -> int | None:
         prompt, completion = facts.whole(*_PROMPTS), facts.whole(*COMPLETIONS)
         if prompt is not None or completion is not None:
             return (prompt or GRPO_PROMPT) + (completion or _completion(trainer))
-    stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING)
+    stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) or facts.whole("max_tokens", under=_TOKENIZING)
     return FACTORY_LENGTH if stated is None and is_llama_factory(facts) else stated
+
+
+_TOKENIZING = ("collator_args", "collator", "data_collator", "tokenizer_args", "tokenizer", "tokenization", "preprocessing")
 
 
 def _completion(trainer: Trainer) -> int:

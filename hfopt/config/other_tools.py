@@ -197,6 +197,12 @@ def unsaid_mix(facts: Facts) -> str | None:
     return next((key for key in _MIXES if facts.true(key)), None)
 
 
+def _is_unmixed(facts: Facts) -> bool:
+    """A script's file that wants none: it hands on what TRL would turn on."""
+    stated = (facts.text("mixed_precision", "mix_precision") or "").lower()
+    return facts.false("mixed_precision", "mix_precision", "use_mixed_precision") or stated in ("no", "none", "fp32", "float32")
+
+
 def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size: int = 1, *, has_bf16: bool = True) -> dict[str, Any]:
     """Arguments in force that the file need not name."""
     if dialect is LLAMA_FACTORY:  # it checkpoints unless it is told not to
@@ -218,6 +224,8 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
         found[mixed] = True
     if dialect.name == TRL.name:
         defaults = _trl_defaults(fp16=args.get("fp16") is True or found.get("fp16") is True)
+        if _is_unmixed(facts):
+            defaults.pop("bf16", None)
         return defaults | found | ({"gradient_checkpointing": True} if is_unsloth(facts) else {})
     return found | _of_seq2seq_script(facts, args)
 

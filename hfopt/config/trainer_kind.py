@@ -98,7 +98,7 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     if stage in ("rm", "pt", "ppo") and (facts.has("finetuning_type", "cutoff_len", "template") or is_swift(facts)):
         return "Reward" if stage == "rm" else "SFT"
     if is_swift(facts):
-        return "SFT"
+        return "GRPO" if facts.has("reward_funcs", "num_generations") else "SFT"
     if (section := _by_section(data)) is not None:
         return section
     own = next((trainer for trainer, keys in _OWN_KEYS if facts.has(*keys)), None)
@@ -288,7 +288,8 @@ def _stated(facts: Facts, trainer: TrainerKind, *, is_factory: bool) -> tuple[Ta
         if value is not None and value.lower().replace("-", "") in _GLUE_LABELS:
             return "sequence_classification", _GLUE_LABELS[value.lower().replace("-", "")]
         if value is not None and (task := _task_of(value)) is not None:
-            return task, None
+            sees = task == "causal_lm" and trainer not in GENERATING and has_images(facts, by_name=True)
+            return "image_text" if sees else task, None  # peft calls every model that writes a CAUSAL_LM
     for value in (
         facts.text("model_class"),
         facts.text("auto_class"),

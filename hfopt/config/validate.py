@@ -223,7 +223,7 @@ class SectionReader:
         field = self._field(near or "")
         if field is not None and near is not None and judge(near, value, field).code == "wrong_type":
             near = None  # `seeds: [1, 2]` is not a misspelt seed
-        exact = bool(self.section.path) and self.section.path[-1].lower() in _EXACT_SECTIONS
+        exact = bool(self.section.path) and self.section.path[-1].lower() in _EXACT_SECTIONS and not self._scripted
         if near is not None:
             self._say(key, "unknown_key", "warning", f"{key} is not a key of TrainingArguments", f"did you mean {near}?")
         elif exact:

@@ -165,3 +165,42 @@ def test_methods_that_are_known_are_not(lines: str) -> None:
 
 def test_a_length_of_prompts_alone_makes_dpo_a_guess() -> None:
     assert job_of(f"max_prompt_length: 64\n{LLAMA}{TRAINING}").guessed_trainer
+
+
+def test_a_section_that_a_script_takes_apart_is_not_told_what_transformers_refuses() -> None:
+    own = "model_name: x\ntraining_args:\n  epochs: 3\n  batch_size: 6\n  lr: 2.0e-5\n  show_progress_bar: true\n"
+    assert not [one for one in loaded(own).problems if one.code == "unknown_key"]
+    exact = "model_name: x\ntraining_args:\n  num_train_epochs: 3\n  per_device_train_batch_size: 6\n  show_bar: true\n"
+    assert [one.key for one in loaded(exact).problems if one.code == "unknown_key"] == ["show_bar"]
+
+
+def test_profiles_beside_what_they_share_are_asked_for() -> None:
+    profile = "{learning_rate: 1.0e-5, per_device_train_batch_size: 4, gradient_accumulation_steps: 4}"
+    shared = "training: {fp16: true, logging_steps: 10, eval_strategy: steps, eval_steps: 50, save_steps: 100, save_total_limit: 3}\n"
+    read = loaded(f"model_name: x\nfirst: {profile}\nsecond: {profile}\n{shared}")
+    assert read.job is None
+    assert "several sections hold TrainingArguments: first, second" in {one.message for one in read.problems}
+    assert job_of(f"model_name: x\nfirst: {profile}\n{shared}").per_device_batch == 4
+
+
+def test_mixed_precision_that_is_off_stands_before_the_defaults_of_trl() -> None:
+    grpo = f"{LLAMA}{TRAINING}  num_generations: 4\n"
+    assert job_of(f"{grpo}hardware:\n  mixed_precision: false\n").settings.precision == "fp32"
+    assert job_of(f"{grpo}hardware:\n  mixed_precision: 'no'\n").settings.precision == "fp32"
+
+
+def test_swift_with_rewards_is_grpo() -> None:
+    swift = "model: Qwen/Qwen2.5-0.5B\ntrain_type: lora\nper_device_train_batch_size: 8\n"
+    assert job_of(f"{swift}reward_funcs: own\nnum_generations: 8\n").trainer == "GRPO"
+    assert job_of(swift).trainer == "SFT"
+
+
+def test_an_adapters_task_does_not_make_a_model_blind() -> None:
+    lora = f"lora:\n  r: 8\n  task_type: CAUSAL_LM\n{TRAINING}"
+    assert job_of(f"model_name: Qwen/Qwen2-VL-2B-Instruct\n{lora}").model.task == "image_text"
+    assert job_of(f"model_name: Qwen/Qwen2-1.5B-Instruct\n{lora}").model.task == "causal_lm"
+
+
+def test_a_collators_tokens_are_a_samples_length() -> None:
+    assert job_of(f"collator_args:\n  max_tokens: 256\n{LLAMA}{TRAINING}").data.max_length == 256
+    assert job_of(f"inference:\n  max_tokens: 256\n{LLAMA}{TRAINING}").data.max_length is None
