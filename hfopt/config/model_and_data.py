@@ -24,7 +24,6 @@ from hfopt.config.other_tools import (
     is_unsloth,
     swift_samples,
     trl_dtype,
-    unsaid_mix,
 )
 from hfopt.config.trained_parts import (
     continued_adapter,
@@ -36,6 +35,7 @@ from hfopt.config.trained_parts import (
     states_rank,
     strings,
     tuning_method,
+    unsaid_notes,
 )
 from hfopt.config.trainer_kind import own_class_notes, read_task
 from hfopt.facts.training_keys import installed, trl_default
@@ -67,7 +67,12 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     factory = is_llama_factory(facts)
     method = tuning_method(facts, factory=factory)
     lora, quantization = method.lora or lora_of(facts, factory), _quantization(facts, factory)
-    notes = (*method.notes, *(stage_notes(facts) if factory else ()), *own_class_notes(facts), *_unsaid(facts, trainer, args))
+    notes = (
+        *method.notes,
+        *(stage_notes(facts) if factory else ()),
+        *own_class_notes(facts),
+        *unsaid_notes(facts, args, own_reader=dialect_of(facts, trainer).own_reader),
+    )
     if lora is None and quantization is not None and dialect_of(facts, trainer) is PLAIN and not facts.false("use_peft", "use_lora"):
         lora, notes = _ASSUMED_LORA, (*notes, _NO_ADAPTER)
     elif lora is None and not factory and (adapter := continued_adapter(facts)) is not None:
@@ -98,15 +103,6 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
         notes=notes,
         beyond=beyond_one_model(facts),
     )
-
-
-def _unsaid(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> tuple[str, ...]:
-    """A precision that the file asks for without saying which."""
-    key = None if dialect_of(facts, trainer).own_reader else unsaid_mix(facts)
-    kind = "bf16" if args.get("bf16") is True else "fp16" if args.get("fp16") is True else None
-    if key is None or kind is None or facts.has("fp16", "bf16"):
-        return ()
-    return (f"{key}: true does not say in which type: {kind} is planned (bf16: true or fp16: true says it)",)
 
 
 def with_guesses(model: ModelSpec) -> ModelSpec:
@@ -267,6 +263,7 @@ _NOT_TRAINING = (
     *("eval", "evaluation", "evaluate", "eval_config", "eval_args", "eval_dataset", "validation", "val", "valid", "val_dataset"),
     *("test", "testing", "test_config", "test_dataset", "benchmark", "metrics", "teacher", "reward_model"),
 )
+_BESIDE_TRAINING = frozenset(_NOT_TRAINING) - {"generation", "generate", "generation_config", "generation_kwargs", "sampling", "vllm"}
 _LENGTHS = (
     *("max_seq_length", "cutoff_len", "max_seq_len", "max_sequence_length", "block_size", "max_source_length", "max_input_length"),
     *("max_length", "model_max_length", "sequence_length", "seq_length", "seq_len", "context_length", "max_len", "context_len"),
@@ -286,7 +283,15 @@ _AUDIO_SECONDS = (
     *("max_length_seconds", "max_seconds", "max_duration_seconds", "max_audio_length_seconds", "max_audio_len"),
     *("max_audio_duration", "max_length_in_sec", "max_input_length_in_sec", "max_length_in_seconds", "max_audio_len_s", "max_audio_length"),
 )
-_PROMPTS, COMPLETIONS = ("max_prompt_length", "max_prompt_len"), ("max_completion_length", "max_response_length", "response_length")
+_PROMPTS, COMPLETIONS = (
+    ("max_prompt_length", "max_prompt_len"),
+    (
+        "max_completion_length",
+        "max_response_length",
+        "response_length",
+    ),
+)
+_SAMPLED = (*COMPLETIONS, "max_new_tokens", "max_tokens", "max_generation_length", "max_gen_length")  # of a method that generates
 GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
 FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
 
@@ -342,7 +347,7 @@ def read_evaluation_spec(facts: Facts) -> EvaluationSpec:
 def _length(facts: Facts, trainer: Trainer) -> int | None:
     """GRPO's and RLOO's sequences are prompt and completion together."""
     if trainer in ("GRPO", "RLOO"):
-        prompt, completion = facts.whole(*_PROMPTS), facts.whole(*COMPLETIONS)
+        prompt, completion = facts.whole(*_PROMPTS), facts.whole(*_SAMPLED, not_under=_BESIDE_TRAINING)
         if prompt is not None or completion is not None:
             return (prompt or GRPO_PROMPT) + (completion or _completion(trainer))
     stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) or facts.whole("max_tokens", under=_TOKENIZING)
@@ -359,8 +364,8 @@ def _completion(trainer: Trainer) -> int:
 
 def _generated_parts(facts: Facts, trainer: Trainer) -> tuple[Assumption, ...]:
     """The two lengths whose sum is GRPO's, each guessed where it is not stated."""
-    parts = {"prompt": (_PROMPTS, GRPO_PROMPT), "completion": (COMPLETIONS, _completion(trainer))}
-    stated = {name: facts.whole(*keys) for name, (keys, _) in parts.items()}
+    parts = {"prompt": (_PROMPTS, GRPO_PROMPT), "completion": (_SAMPLED, _completion(trainer))}
+    stated = {name: facts.whole(*keys, not_under=_BESIDE_TRAINING) for name, (keys, _) in parts.items()}
     if not any(stated.values()) and facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) is not None:
         return ()
     return tuple(

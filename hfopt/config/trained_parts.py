@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfopt.config.lookup import Facts, model_name, whole_number
-from hfopt.config.other_tools import is_llama_factory, is_unsloth
+from hfopt.config.other_tools import is_llama_factory, is_unsloth, unsaid_mix
 from hfopt.schema import Lora, ModelPart
 
 _EDGES = frozenset({"height", "width", "shortest_edge", "longest_edge", "max_height", "max_width"})
@@ -282,7 +282,13 @@ def continued_adapter(facts: Facts) -> str | None:
     """The adapter that a script loads and trains on, where nothing says that the whole model trains."""
     if facts.false("use_peft", "use_lora") or method_word(facts) in _FULL_WORDS:
         return None
-    return facts.text(*_GIVEN_ADAPTERS)
+    return facts.text(*_GIVEN_ADAPTERS, *(path[-1] for path, _ in facts.leaves() if _EARLIER_ADAPTER.fullmatch(path[-1].lower())))
+
+
+_EARLIER_ADAPTER = re.compile(
+    r"(?!out|save|final|merged|export|target|new|best|result|trained|eval|test|infer)\w+_(?:lora|adapter)_(?:path|dir|checkpoint|ckpt)"
+)
+"""`dapt_lora_path`: that of a stage before."""
 
 
 def states_rank(facts: Facts) -> bool:
@@ -332,3 +338,16 @@ def strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     return tuple(str(part) for part in value) if isinstance(value, list) else ()
+
+
+_PACKED = re.compile(r"(?:^|[-_./])(aqlm|gptq|awq|hqq|eetq|exl2|w[48]a(?:8|16)|int[48])(?=$|[-_./])", re.IGNORECASE)
+
+
+def unsaid_notes(facts: Facts, args: dict[str, Any], *, own_reader: bool) -> Iterator[str]:
+    """A precision that a script's file asks for without saying which, and a checkpoint in a form that is not modelled."""
+    key = None if own_reader or facts.has("fp16", "bf16") else unsaid_mix(facts)
+    kind = next((name for name in ("bf16", "fp16") if args.get(name) is True), None)
+    if key is not None and kind is not None:
+        yield f"{key}: true does not say in which type: {kind} is planned (bf16: true or fp16: true says it)"
+    if (packed := _PACKED.search(model_name(facts) or "")) is not None:
+        yield f"the weights are {packed[1]}'s by the model's name, which are not modelled: whole ones are planned, which take more"

@@ -109,8 +109,10 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     name = model_name(facts)
     if facts.has(*_SFT_KEYS) and (name is None or _ENCODERS.search(name) is None):
         return by_path or "SFT"
-    if facts.has("finetuning_type") or is_unsloth(facts) or (facts.has("cutoff_len") and facts.has("template")):
+    if facts.has("finetuning_type") or (facts.has("cutoff_len") and facts.has("template")):
         return "SFT"
+    if is_unsloth(facts):
+        return by_path or "SFT"
     if facts.has("predict_with_generate", "generation_max_length", "sortish_sampler", "generation_num_beams"):
         return "Seq2SeqTrainer"
     if facts.text(*_REFERENCES) is not None:

@@ -204,3 +204,26 @@ def test_an_adapters_task_does_not_make_a_model_blind() -> None:
 def test_a_collators_tokens_are_a_samples_length() -> None:
     assert job_of(f"collator_args:\n  max_tokens: 256\n{LLAMA}{TRAINING}").data.max_length == 256
     assert job_of(f"inference:\n  max_tokens: 256\n{LLAMA}{TRAINING}").data.max_length is None
+
+
+def test_an_adapter_of_a_stage_before_trains_on() -> None:
+    stage = "model_name: meta-llama/Llama-3.2-1B\nper_device_train_batch_size: 1\nlearning_rate: 1.0e-4\n"
+    assert job_of(f"{stage}dapt_lora_path: ./dapt\n").model.lora is not None
+    assert job_of(f"{stage}final_lora_path: ./out\n").model.lora is None
+
+
+def test_what_a_group_samples_is_its_completions_length() -> None:
+    group = f"group_size: 16\nmax_tokens: 2048\n{LLAMA}{TRAINING}grpo: {{beta: 0.0}}\n"
+    assert job_of(group).data.max_length == 512 + 2048
+    assert job_of(f"num_generations: 4\nevaluation: {{max_new_tokens: 99}}\n{LLAMA}{TRAINING}").data.max_length is None
+
+
+def test_weights_packed_in_a_form_that_is_not_modelled_are_named() -> None:
+    (note,) = job_of(f"model_name: ISTA-DASLab/Meta-Llama-3-8B-Instruct-AQLM-2Bit-1x16\n{TRAINING}").model.notes
+    assert note.startswith("the weights are AQLM's by the model's name")
+
+
+def test_unsloth_of_a_file_named_for_a_method_is_that_method() -> None:
+    text = "model: {name: unsloth/Qwen2-0.5B-Instruct-bnb-4bit, load_in_4bit: true}\nlora: {r: 8, use_gradient_checkpointing: unsloth}\n"
+    assert (job := load_bytes(f"{text}{TRAINING}".encode(), "cpo_config.yaml").job) is not None
+    assert (job.trainer, job.guessed_trainer) == ("CPO", True)
