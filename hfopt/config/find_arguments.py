@@ -99,7 +99,7 @@ def find(document: Document, present: Installed, section: str | None) -> Section
             rivals=tuple(other for other in candidates if other is not main and _share(other, main) and not _inside(main, other)),
             asked=True,
         )
-    on = [candidate for candidate in candidates if not is_off(document.data, candidate.path)]
+    on = [one for one in candidates if not is_off(document.data, one.path) and not _is_deepspeeds(one.node)]
     found = [candidate for candidate in on or candidates if candidate.score >= 2]
     if not found:
         return SectionLayout(main=None)
@@ -176,6 +176,10 @@ _ASIDE = frozenset({"valid", "val", "validation", "eval", "evaluation", "test", 
 def _is_aside(section: Section) -> bool:
     """Settings for what comes beside the training (`valid_param: {batch_size: 64}`): never its rival."""
     return bool(section.path) and bool(_ASIDE & set(re.split(r"[\W_]+", section.path[-1].lower())))
+
+
+def _is_deepspeeds(node: Node) -> bool:
+    return any(node.find(key) is not None for key in ("zero_optimization", "train_micro_batch_size_per_gpu"))
 
 
 def _share(one: Section, other: Section) -> bool:

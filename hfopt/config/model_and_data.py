@@ -162,7 +162,18 @@ def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | N
     return beta > 0 if trainer in ("GRPO", "RLOO") else None
 
 
-_BETAS = ("beta", "kl_coef", "kl_coeff", "kl_beta", "init_kl_coef", "grpo_beta", "kl_penalty_coef")
+_BETAS = (
+    "beta",
+    "kl_coef",
+    "kl_coeff",
+    "kl_beta",
+    "init_kl_coef",
+    "grpo_beta",
+    "kl_penalty_coef",
+    "kl_penalty",
+    "kl_weight",
+    "kl_loss_coef",
+)
 _DTYPE_KEYS = ("torch_dtype", "dtype", "model_dtype", "weights_dtype")
 
 
@@ -283,14 +294,8 @@ _AUDIO_SECONDS = (
     *("max_length_seconds", "max_seconds", "max_duration_seconds", "max_audio_length_seconds", "max_audio_len"),
     *("max_audio_duration", "max_length_in_sec", "max_input_length_in_sec", "max_length_in_seconds", "max_audio_len_s", "max_audio_length"),
 )
-_PROMPTS, COMPLETIONS = (
-    ("max_prompt_length", "max_prompt_len"),
-    (
-        "max_completion_length",
-        "max_response_length",
-        "response_length",
-    ),
-)
+_PROMPTS = ("max_prompt_length", "max_prompt_len")
+COMPLETIONS = ("max_completion_length", "max_response_length", "response_length")
 _SAMPLED = (*COMPLETIONS, "max_new_tokens", "max_tokens", "max_generation_length", "max_gen_length")  # of a method that generates
 GRPO_PROMPT, GRPO_COMPLETION = 512, 256  # TRL's defaults while it had both; the second is the installed one's where TRL is here
 FACTORY_LENGTH = 2048  # llamafactory 0.9.5, hparams/data_args.py: cutoff_len
@@ -347,7 +352,7 @@ def read_evaluation_spec(facts: Facts) -> EvaluationSpec:
 def _length(facts: Facts, trainer: Trainer) -> int | None:
     """GRPO's and RLOO's sequences are prompt and completion together."""
     if trainer in ("GRPO", "RLOO"):
-        prompt, completion = facts.whole(*_PROMPTS), facts.whole(*_SAMPLED, not_under=_BESIDE_TRAINING)
+        prompt, completion = _prompt(facts), facts.whole(*_SAMPLED, not_under=_BESIDE_TRAINING)
         if prompt is not None or completion is not None:
             return (prompt or GRPO_PROMPT) + (completion or _completion(trainer))
     stated = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) or facts.whole("max_tokens", under=_TOKENIZING)
@@ -355,6 +360,12 @@ def _length(facts: Facts, trainer: Trainer) -> int | None:
 
 
 _TOKENIZING = ("collator_args", "collator", "data_collator", "tokenizer_args", "tokenizer", "tokenization", "preprocessing")
+
+
+def _prompt(facts: Facts) -> int | None:
+    """As stated, or what the length of both leaves for it."""
+    both, sampled = facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) or 0, facts.whole(*_SAMPLED, not_under=_BESIDE_TRAINING)
+    return facts.whole(*_PROMPTS) or (both - sampled if sampled is not None and both > sampled else None)
 
 
 def _completion(trainer: Trainer) -> int:
@@ -365,7 +376,7 @@ def _completion(trainer: Trainer) -> int:
 def _generated_parts(facts: Facts, trainer: Trainer) -> tuple[Assumption, ...]:
     """The two lengths whose sum is GRPO's, each guessed where it is not stated."""
     parts = {"prompt": (_PROMPTS, GRPO_PROMPT), "completion": (_SAMPLED, _completion(trainer))}
-    stated = {name: facts.whole(*keys, not_under=_BESIDE_TRAINING) for name, (keys, _) in parts.items()}
+    stated = {"prompt": _prompt(facts), "completion": facts.whole(*_SAMPLED, not_under=_BESIDE_TRAINING)}
     if not any(stated.values()) and facts.whole(*_LENGTHS, not_under=_NOT_TRAINING) is not None:
         return ()
     return tuple(
@@ -374,23 +385,16 @@ def _generated_parts(facts: Facts, trainer: Trainer) -> tuple[Assumption, ...]:
     )
 
 
+_DATASETS = (
+    *("dataset_name", "dataset_id", "dataset_id_or_path", "dataset_name_or_path", "dataset_path", "dataset_repo", "dataset", "train_file"),
+)
+
+
 def _dataset(facts: Facts) -> str | None:
     mixer = facts.get("dataset_mixer")
     if isinstance(mixer, dict) and mixer:
         return str(next(iter(mixer)))
-    name = facts.text("id", under=("dataset_mixture",)) or facts.text(
-        *(
-            "dataset_name",
-            "dataset_id",
-            "dataset_id_or_path",
-            "dataset_name_or_path",
-            "dataset_path",
-            "dataset_repo",
-            "dataset",
-            "train_file",
-        ),
-        not_under=_NOT_TRAINING,
-    )
+    name = facts.text("id", under=("dataset_mixture",)) or facts.text(*_DATASETS, not_under=_NOT_TRAINING)
     if name is None:
         name = facts.text("name", "path", "id", "repo", "train", "train_path", under=_DATA_SECTIONS, not_under=_NOT_TRAINING)
     return None if name is None or "${" in name else name

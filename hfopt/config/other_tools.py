@@ -212,7 +212,8 @@ def implied(dialect: Dialect, facts: Facts, args: Mapping[str, Any], world_size:
     if dialect is MS_SWIFT:
         return swift_defaults(facts, args, world_size)
     found = _of_a_whole_batch(facts, args, world_size) | _evaluated_by_a_script(facts, args)
-    if facts.false("use_gpu", "use_cuda") and "use_cpu" not in args:
+    on_cpu = "cpu" in {str(value).lower() for _, value in facts.all("device", "device_map", "accelerator", not_under=_ELSEWHERE)}
+    if (on_cpu or facts.false("use_gpu", "use_cuda")) and "use_cpu" not in args:
         found["use_cpu"] = True
     given = facts.get("deepspeed_config", "deepspeed_config_file", "ds_config", "deepspeed")
     if "deepspeed" not in args and (_is_zero(given) or (isinstance(given, str) and given.endswith(".json"))):
@@ -235,12 +236,18 @@ def _is_zero(config: Any) -> bool:
     return isinstance(config, Mapping) and "zero_optimization" in config
 
 
+_MICRO = ("micro_batch_size", "train_micro_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size_per_device")
+
+
+_ELSEWHERE = ("reward", "reward_model", "judge", "embedding", "embeddings", "retriever", "evaluation", "eval", "inference", "preprocessing")
+
+
 def _of_a_whole_batch(facts: Facts, args: Mapping[str, Any], world_size: int) -> dict[str, Any]:
     """A script that is told the batch of a whole step, and that of a device, accumulates the rest."""
     micro = args.get(BATCH)
     if ACCUMULATION in args or not isinstance(micro, int) or micro < 1:
         return {}
-    whole = facts.whole(*WHOLE_BATCHES) or (facts.whole(*MAYBE_WHOLE) if facts.whole("micro_batch_size") == micro else None)
+    whole = facts.whole(*WHOLE_BATCHES) or (facts.whole(*MAYBE_WHOLE) if facts.whole(*_MICRO) == micro else None)
     steps, rest = divmod(whole or 0, micro * world_size)
     return {ACCUMULATION: steps} if steps > 1 and rest == 0 else {}
 
@@ -335,6 +342,7 @@ _TOOLS: tuple[tuple[str, Mark], ...] = (
     ),
     ("nanotron", lambda data: isinstance(data.get("parallelism"), dict) and isinstance(data.get("tokens"), dict)),
     ("verl", _has("actor_rollout_ref")),
+    ("EasyR1", lambda data: isinstance(data.get("algorithm"), dict) and "adv_estimator" in data["algorithm"]),
     ("verl", lambda data: isinstance(data.get("model"), dict) and "partial_pretrain" in data["model"]),
     ("NeMo RL", lambda data: isinstance(data.get("policy"), dict) and isinstance(data.get("cluster"), dict)),
     ("trlx", lambda data: isinstance(data.get("train"), dict) and isinstance(data.get("method"), dict) and "optimizer" in data),

@@ -51,7 +51,7 @@ _STATED_BY = (
 )
 _OWN_KEYS: tuple[tuple[TrainerKind, tuple[str, ...]], ...] = (
     ("RLOO", ("rloo_k", "normalize_advantages", "reward_clip_range")),
-    ("GRPO", ("num_generations", "reward_funcs", "steps_per_generation", "scale_rewards")),
+    ("GRPO", ("num_generations", "reward_funcs", "steps_per_generation", "scale_rewards", "grpo_epochs", "num_samples_per_prompt")),
     ("KTO", ("desirable_weight", "undesirable_weight")),
     ("Reward", ("center_rewards_coefficient",)),
     ("CPO", ("gamma_beta_ratio", "simpo_gamma", "cpo_alpha")),
@@ -102,8 +102,12 @@ def trainer_kind(facts: Facts, path: str, data: Mapping[Any, Any]) -> TrainerKin
     if (section := _by_section(data)) is not None:
         return section
     own = next((trainer for trainer, keys in _OWN_KEYS if facts.has(*keys)), None)
+    if facts.has("group_size") and facts.has("clip_epsilon", "clip_eps", "clip_ratio", "kl_coef", "kl_beta"):
+        own = "GRPO"  # alone it is how quantized weights are cut
     preference = own or _by_loss(facts)
     by_path = _by_path(path)
+    if preference == "DPO" and by_path == "GRPO" and not names_trainer(facts, "DPO"):
+        return by_path
     if preference is not None:
         return by_path if preference in ("DPO", "GRPO") and by_path in ("ORPO", "CPO", "RLOO", "KTO") else preference
     name = model_name(facts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hfopt.config.read_job import Loaded, load_bytes
+from hfopt.errors import ConfigError
 from hfopt.facts.argument_effects import unseen
 from hfopt.schema import TrainJob
 
@@ -227,3 +228,44 @@ def test_unsloth_of_a_file_named_for_a_method_is_that_method() -> None:
     text = "model: {name: unsloth/Qwen2-0.5B-Instruct-bnb-4bit, load_in_4bit: true}\nlora: {r: 8, use_gradient_checkpointing: unsloth}\n"
     assert (job := load_bytes(f"{text}{TRAINING}".encode(), "cpo_config.yaml").job) is not None
     assert (job.trainer, job.guessed_trainer) == ("CPO", True)
+
+
+def test_the_prompt_is_what_the_length_of_both_leaves() -> None:
+    both = job_of(f"num_generations: 4\nmax_length: 2048\nmax_new_tokens: 256\nkl_penalty: 0.1\n{LLAMA}{TRAINING}")
+    assert both.data.max_length == 2048
+    assert [(one.what, one.value, one.guessed) for one in both.data.assumed] == [
+        ("prompt length", "1792 tokens", False),
+        ("completion length", "256 tokens", False),
+    ]
+    assert both.model.reference
+
+
+def test_a_group_is_grpo_where_its_clipping_stands_beside_it() -> None:
+    text = f"group_size: 4\nclip_epsilon: 0.2\nmax_prompt_length: 64\n{LLAMA}{TRAINING}"
+    assert job_of(text).trainer == "GRPO"
+    packed = f"max_prompt_length: 64\nquantization: {{group_size: 128}}\n{LLAMA}{TRAINING}"
+    assert job_of(packed).trainer == "DPO"
+    by_name = load_bytes(f"max_prompt_length: 64\n{LLAMA}{TRAINING}".encode(), "grpo_config.yaml").job
+    assert by_name is not None and (by_name.trainer, by_name.guessed_trainer) == ("GRPO", True)
+
+
+def test_easyr1_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="a config of EasyR1"):
+        loaded("algorithm:\n  adv_estimator: grpo\nworker:\n  actor: {global_batch_size: 128}\n")
+
+
+def test_a_batch_of_a_step_beside_that_of_a_pass() -> None:
+    job = job_of(f"{LLAMA}arguments:\n  train_micro_batch_size: 8\n  train_batch_size: 128\n  num_epochs: 2\n  lr: 1.0e-4\n")
+    assert (job.per_device_batch, job.accumulation) == (8, 16)
+
+
+@pytest.mark.parametrize("line", ["device: cpu", "device_map: cpu", "hardware: {device: CPU}"])
+def test_a_script_that_computes_on_the_cpu(line: str) -> None:
+    assert job_of(f"{LLAMA}{TRAINING}{line}\n").settings.use_cpu
+    assert not job_of(f"{LLAMA}{TRAINING}device: cuda\nembedding: {{device: cpu}}\n").settings.use_cpu
+
+
+def test_a_deepspeed_config_is_no_profile() -> None:
+    reference = "reference_deepspeed:\n  train_micro_batch_size_per_gpu: 1\n  bf16: {enabled: true}\n  zero_optimization: {stage: 3}\n"
+    arguments = "run: {learning_rate: 1.0e-4, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}\n"
+    assert job_of(f"{LLAMA}{arguments}{reference}").section == ("run",)
