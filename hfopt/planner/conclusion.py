@@ -58,11 +58,10 @@ def advice(facts: PlanFacts, pricing: Pricing, alone: StepTime) -> tuple[Advice,
 
 def _larger_batch(facts: PlanFacts, pricing: Pricing, alone: StepTime) -> Iterator[Advice]:
     """When one whole effective batch leaves the card idle, its multiples are priced: only the user may change the training."""
-    winner = facts.after.candidate
+    winner, gains = facts.after.candidate, []
     if winner.accumulation != 1 or alone.gpu_utilization >= IDLE:
         return
     limit = pricing.known_limit(winner) or 0
-    gains = []
     for factor in LARGER_BATCHES:
         batch = winner.per_device_batch * factor
         if batch > limit:
