@@ -73,7 +73,10 @@ def let_gradients_through(model: Any) -> None:
 
     What a run must do itself where its transformers (before 5) does not: the embeddings' output asks for a gradient.
     """
-    embeddings = model.get_input_embeddings()
+    try:
+        embeddings = model.get_input_embeddings()
+    except NotImplementedError:  # a model of sounds has none, and transformers says so
+        return
     if embeddings is not None and not any(parameter.requires_grad for parameter in embeddings.parameters()):
         model.enable_input_require_grads()
 

@@ -26,7 +26,7 @@ from hfopt.model.processors import blank_image, image_processor, readable
 from hfopt.model.vision_language import LARGEST_SIDE, ImageTextSample, labels_of, repeated
 from hfopt.schema import Assumption, BatchShape, DataSpec, Task
 
-BOXES = 10  # an image; COCO has 7.3 (Lin et al. 2014)
+BOXES = OBJECTS = 10  # an image; COCO has 7.3 (Lin et al. 2014)
 PHOTO = (480, 640)  # COCO's usual image, where no size is stated
 
 
@@ -195,11 +195,22 @@ def _pixels(maker: BatchMaker, samples: int) -> torch.Tensor:
 def _image(maker: BatchMaker, samples: int) -> Batch:
     shape = maker.shape
     assert shape.height is not None and shape.width is not None
+    if "mask_labels" in maker.accepts:
+        return _masked_objects(maker, samples)
     if maker.task == "semantic_segmentation":
         labels = maker.full((samples, shape.height, shape.width))
     else:
         labels = _class_labels(maker, samples)
     return {"pixel_values": _pixels(maker, samples), "labels": labels}
+
+
+def _masked_objects(maker: BatchMaker, samples: int) -> Batch:
+    """A mask and a class for each object, sample by sample, as the processors of Mask2Former and its kin make them."""
+    shape = maker.shape
+    assert shape.height is not None and shape.width is not None
+    mask = {"pixel_mask": maker.full((samples, shape.height, shape.width), 1)} if "pixel_mask" in maker.accepts else {}
+    masks = [maker.floats((OBJECTS, shape.height, shape.width)) for _ in range(samples)]
+    return {"pixel_values": _pixels(maker, samples), **mask, "mask_labels": masks, "class_labels": [maker.full((OBJECTS,)) for _ in masks]}
 
 
 def _detection(maker: BatchMaker, samples: int) -> Batch:

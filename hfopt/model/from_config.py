@@ -289,9 +289,12 @@ def _config_of_depth(config: Any, layers: int) -> Any:
     kinds = getattr(config, "layer_types", None)
     if not isinstance(getattr(config, "num_hidden_layers", None), int) or (kinds and len(set(kinds)) > 1):
         return None
-    if kinds:
-        config.layer_types = kinds[:1] * layers
-    config.num_hidden_layers = layers
+    try:
+        if kinds:
+            config.layer_types = kinds[:1] * layers
+        config.num_hidden_layers = layers
+    except AttributeError:  # it follows from other fields (RecurrentGemma)
+        return None
     return config
 
 

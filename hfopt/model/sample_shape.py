@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hfopt.errors import WorkloadError
-from hfopt.model.batch import detection_image, lengths
+from hfopt.model.batch import OBJECTS, detection_image, lengths
 from hfopt.model.vision_language import WORDS, ImageTextSample, image_text_sample
 from hfopt.schema import Assumption, BatchShape, DataSpec, Task
 
@@ -53,7 +53,7 @@ def size_batch(
     if task in ("ctc", "audio_classification", "speech_seq2seq"):
         return _audio(config, main_input, task, data)
     if task in ("image_classification", "semantic_segmentation"):
-        return _image(config, task, data)
+        return _image(config, task, data, masked="mask_labels" in at.accepts)
     if task == "object_detection":
         return _detection(config, data, at)
     if task == "video_classification":
@@ -135,7 +135,7 @@ def _image_assumed(side: int, *, guessed: bool) -> Assumption:
     return Assumption(what="image", value=f"{side} × {side} pixels", guessed=guessed, settle="image_size")
 
 
-def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
+def _image(config: Any, task: Task, data: DataSpec, *, masked: bool) -> SizedSample:
     stated = data.image_size or _first(getattr(config, "image_size", None))
     size = (512 if task == "semantic_segmentation" else 224) if stated is None else stated
     if size < 1:
@@ -144,7 +144,10 @@ def _image(config: Any, task: Task, data: DataSpec) -> SizedSample:
     return SizedSample(
         shape=BatchShape(kind="image", height=size, width=size, channels=config_channels(config), padded=False),
         tokens=None,
-        assumed=(_image_assumed(size, guessed=stated is None),),
+        assumed=(
+            _image_assumed(size, guessed=stated is None),
+            *((Assumption(what="objects", value=f"{OBJECTS} masks an image", guessed=True),) if masked else ()),
+        ),
     )
 
 

@@ -255,6 +255,12 @@ _TIME_SERIES = {
     "autoformer": ("AutoformerForPrediction",),
 }
 """Forecasting classes stand in no table of transformers' auto classes."""
+_BY_MASKS = {
+    "mask2former": ("Mask2FormerForUniversalSegmentation",),
+    "maskformer": ("MaskFormerForInstanceSegmentation",),
+    "eomt": ("EomtForUniversalSegmentation",),
+}
+"""Segmentation by a mask and a class of each object stands in tables of its own. OneFormer also reads a text, which is not made here."""
 _USUAL: tuple[Task, ...] = (
     "speech_seq2seq",
     "ctc",
@@ -303,6 +309,8 @@ def heads_of(model_type: str) -> dict[Task, tuple[str, ...]]:
             found[task] = tuple(name for name in classes if not name.endswith("WithTeacher"))  # those are for inference, without a loss
     if model_type in _TIME_SERIES:
         found["time_series"] = _TIME_SERIES[model_type]
+    if model_type in _BY_MASKS:
+        found["semantic_segmentation"] = _BY_MASKS[model_type]
     if "embedding" in found and model_type in CONTRASTIVE:
         found["image_text"] = found["embedding"]
     return found
@@ -314,6 +322,8 @@ def task_of_class(class_name: str) -> Task:
 
     if any(class_name in classes for classes in _TIME_SERIES.values()):
         return "time_series"
+    if any(class_name in classes for classes in _BY_MASKS.values()):
+        return "semantic_segmentation"
     for task, table_name in _TABLES.items():
         names = getattr(modeling_auto, table_name).values()
         if any(class_name == entry or (not isinstance(entry, str) and class_name in entry) for entry in names):

@@ -29,6 +29,20 @@ def test_detection(tmp_path: Path) -> None:
     assert tuple(square["pixel_values"].shape) == (3, 3, 320, 320) and "pixel_mask" not in square, "YOLOS takes no mask"
 
 
+@pytest.mark.parametrize(
+    ("model_type", "name", "mask"),
+    [("mask2former", "Mask2FormerForUniversalSegmentation", True), ("eomt", "EomtForUniversalSegmentation", False)],
+)
+def test_segmentation_by_masks(tmp_path: Path, model_type: str, name: str, mask: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "architectures": [name], "num_hidden_layers": 2}))
+    workload = from_spec(ModelSpec(name=str(tmp_path), num_labels=5), DataSpec(image_size=256))
+    batch = workload.make_batch(3)
+    assert (workload.model_class, workload.task, "pixel_mask" in batch) == (name, "semantic_segmentation", mask)
+    assert [tuple(one.shape) for one in batch["mask_labels"]] == [(10, 256, 256)] * 3
+    assert [tuple(one.shape) for one in batch["class_labels"]] == [(10,)] * 3
+    assert any(one.what == "objects" and one.guessed for one in workload.assumed)
+
+
 @pytest.mark.parametrize("name", ["videomae", "timesformer"])
 def test_video(tmp_path: Path, name: str) -> None:
     assert tuple(_tiny(tmp_path, name).make_batch(2)["pixel_values"].shape) == (2, 8, 3, 112, 112)
