@@ -325,8 +325,22 @@ def _unknown(name: str) -> UnknownCardError:
         return UnknownCardError(
             f"no card called '{name}' in the catalog", hint=f"several cards: --gpu '{several[2]}' --num-gpus {several[1]}"
         )
+    for vendor, named in OTHER_VENDORS.items():
+        if re.search(named, name.lower()):
+            return UnknownCardError(f"'{name}' is {vendor}: only NVIDIA's cards are known here", hint=OTHERS_HINT)
     hint = f"nearest: {', '.join(nearest(name))}; `hfopt gpus` lists all cards"
     return UnknownCardError(f"no card called '{name}' in the catalog", hint=hint)
+
+
+OTHER_VENDORS = {
+    "an accelerator of AMD": r"radeon|instinct|\bmi ?\d{2,3}[a-z]?\b|\brx ?\d{4}",
+    "an accelerator of Intel": r"gaudi|habana|\barc\b|ponte vecchio|\bgpu max\b",
+    "a chip of Google": r"\btpu",
+    "a chip of Amazon": r"trainium|inferentia|\btrn\d|\binf\d",
+    "a chip of Apple": r"apple|macbook|\bm[1-9]( (pro|max|ultra))?$",
+    "a chip of Huawei": r"ascend",
+}
+OTHERS_HINT = "by its memory alone: --vram 192; where it is installed, leave --gpu out"
 
 
 def _listed(gpus: Iterable[Gpu], limit: int = 10) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,3 +127,21 @@ def test_any_text_finds_a_card_or_is_refused(text: str) -> None:
         assert catalog.find(text) is not None
     except HardwareError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "vendor"),
+    [
+        ("MI300X", "AMD"), ("Radeon RX 7900 XTX", "AMD"), ("Gaudi 3", "Intel"), ("Arc B580", "Intel"), ("TPU v5e", "Google"),
+        ("trn2", "Amazon"), ("Apple M3", "Apple"), ("m4 max", "Apple"), ("Ascend 910B", "Huawei"),
+    ],
+)  # fmt: skip
+def test_an_accelerator_of_another_vendor_is_named_and_no_card_is_proposed_for_it(name: str, vendor: str) -> None:
+    with pytest.raises(HardwareError, match=f"of {vendor}: only NVIDIA's cards") as raised:
+        catalog.find(name)
+    assert "--vram" in str(raised.value.hint)
+
+
+def test_no_card_of_the_catalog_is_taken_for_another_vendors() -> None:
+    for entry in catalog.entries():
+        assert not any(re.search(named, entry.name.lower()) for named in catalog.OTHER_VENDORS.values())
