@@ -142,7 +142,7 @@ def _show_time(seen: Rehearsal) -> None:
         done = (
             f"only {seen.steps_done} steps were done" if seen.steps_done < 2 else f"the catalog does not know the speed of {seen.gpu.name}"
         )
-        if any(note.startswith("torch_compile") for note in seen.notes):
+        if any("time of compiled code" in note for note in seen.notes):
             done = "the code is compiled"
         console.print(f"no time predicted: {done}")
         return

@@ -19,7 +19,7 @@ from typing import Any
 from hfopt.schema import Gpu, OpCost, Precision, RehearsedPhase, RehearsedTime, StepTime
 from hfopt.speed.device_speed import HostCost, Speed, speed_of
 from hfopt.speed.launch_timeline import IssuedEvent, LaidOutStep, lay_out
-from hfopt.speed.step_time import StepTimer
+from hfopt.speed.step_time import StepTimer, lost_to_ranks_s
 from hfopt.virtual.launch_cost import OUTSIDE, Entry, Issue, ProcessJournal, RecordedStep, fetch_seconds, grouped, issues, read_journal
 
 PHASES = ("data", "forward", "backward", "optimizer", "between")
@@ -127,6 +127,7 @@ class _Pricing:
         batches = int(step.facts.get("micro_batches", "1"))
         fetch_s = self._fetch_s * (host.scale or 1.0) * batches / workers if workers else 0.0
         timeline = lay_out(events, sync_s=self._speed.host.sync_s, fetch_s=fetch_s)
+        _wait_for_ranks(timeline, step, events)
         launched = [event for event in events if event.kind == "launch"]
         kinds: dict[str, float] = {}
         for op, each in zip(ops, timer.each_kernel_s(1), strict=True):
@@ -170,6 +171,15 @@ class _Pricing:
             device_s = self._speed.kernel_floor_s + (issue.link_bytes / rate if rate else 0.0)
         kind = "collective" if issue.link == "ranks" else "launch"
         return IssuedEvent(kind=kind, phase=phase, launch_s=launch_s, device_s=device_s, stream=entry.stream)
+
+
+def _wait_for_ranks(timeline: LaidOutStep, step: RecordedStep, events: Sequence[IssuedEvent]) -> None:
+    """As a trace is priced."""
+    ranks = max((int(entry.fields[1]) for entry in step.entries if entry.kind == "nccl"), default=1)
+    sent_s = sum(event.device_s for event in events if event.kind == "collective")
+    hidden_s = max(0.0, sent_s - timeline.idle_s.get("communication", 0.0))
+    lost_s = lost_to_ranks_s(ranks, timeline.step_s, hidden_s, busy_share=timeline.busy_s / timeline.step_s)
+    timeline.wait("communication", "backward", lost_s)
 
 
 def _clock(laid: _Laid) -> dict[str, Any]:

@@ -42,6 +42,13 @@ class LaidOutStep:
     idle_s: dict[str, float] = field(default_factory=dict)
     marks: list[tuple[float, float]] = field(default_factory=list)  # after each event, since the step began: the host, all of the card
 
+    def wait(self, cause: Cause, phase: str, seconds: float) -> None:
+        """The card waits so much longer."""
+        if seconds > 0:
+            _add(self.idle_s, cause, seconds)
+            _add(self.phase_s, phase, seconds)
+            self.step_s += seconds
+
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
@@ -156,8 +163,5 @@ def lay_out(events: Sequence[IssuedEvent], *, sync_s: float, fetch_s: float = 0.
             layout.seen.marks.append((layout.host_s - began_s, max(layout.host_s, layout.front_s) - began_s))
     seen = layout.seen
     seen.step_s = layout.front_s - before
-    if fetch_s > seen.step_s:
-        _add(seen.idle_s, "input", fetch_s - seen.step_s)
-        _add(seen.phase_s, "data", fetch_s - seen.step_s)
-        seen.step_s = fetch_s
+    seen.wait("input", "data", fetch_s - seen.step_s)
     return seen

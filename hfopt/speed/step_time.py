@@ -204,8 +204,8 @@ class StepTimer:
         busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"]
         own_s = accumulation * micro_s + update_s
         sent_s, exposed_s = self._communication(busy["backward"], micro_s, accumulation)
-        exposed_s += TAKEN_SMS * (sent_s - exposed_s) * min(1.0, busy_s / own_s)  # what waits for the host is not slowed
-        exposed_s += RANK_SPREAD * _slowest(self._ranks.world_size) * (own_s + exposed_s) + self._ranks.host_s
+        exposed_s += lost_to_ranks_s(self._ranks.world_size, own_s + exposed_s, sent_s - exposed_s, busy_share=min(1.0, busy_s / own_s))
+        exposed_s += self._ranks.host_s
         return _Spent(step_s=own_s + exposed_s, busy_s=busy_s + exposed_s, exposed_s=exposed_s)
 
     def _communication(self, backward_s: float, micro_s: float, accumulation: int) -> tuple[float, float]:
@@ -262,6 +262,12 @@ def _overlap(phases: Sequence[tuple[float, float]], asynchronous: bool) -> float
         device_s = max(max(host_s, device_s) + busy_s, host_s + launch_s)
         host_s += launch_s
     return device_s
+
+
+def lost_to_ranks_s(world_size: int, step_s: float, hidden_s: float, *, busy_share: float) -> float:
+    """Of a step: kernels that are slower beside communication, where the card does not wait for its host, and waiting for the slowest rank."""
+    slowed_s = TAKEN_SMS * hidden_s * busy_share
+    return slowed_s + RANK_SPREAD * _slowest(world_size) * (step_s + slowed_s)
 
 
 @cache

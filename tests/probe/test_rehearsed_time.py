@@ -117,6 +117,19 @@ def test_workers_that_need_longer_than_the_step_set_its_pace(tmp_path: Path) -> 
     assert found.idle_s["input"] > 0.25
 
 
+def test_ranks_wait_for_the_slowest_as_a_trace_says(tmp_path: Path) -> None:
+    def with_ranks(ranks: int) -> RehearsedTime:
+        journal = written()
+        at = next(index for index, line in enumerate(journal.lines) if line.startswith("sync"))
+        journal.lines.insert(at, f"nccl\t0\t{round(journal.cpu_us * 1000)}\t0\t1\tall_reduce\t{ranks}\t1000")
+        return timed(tmp_path, journal)
+
+    two, eight = with_ranks(2), with_ranks(8)
+    assert eight.step_s / two.step_s == pytest.approx((1 + 0.015 * 1.42) / (1 + 0.015 * 0.59), abs=0.002)
+    assert sum(phase.wall_s for phase in eight.phases) == pytest.approx(eight.step_s)
+    assert eight.idle_s["communication"] > two.idle_s["communication"]
+
+
 def test_no_step_or_a_card_of_unknown_speed_has_no_time(tmp_path: Path) -> None:
     empty = Writer()
     empty.step(1)
@@ -231,3 +244,16 @@ def test_a_script_without_a_trainer_is_timed_by_its_optimizer(
     assert waited == pytest.approx(kernels_s, rel=0.1)
     assert between_events == pytest.approx(kernels_s, rel=0.1)
     assert slept - waited == pytest.approx(0.25, abs=0.001)
+
+
+@pytest.mark.virtual_gpu
+def test_a_model_that_the_script_compiles_has_no_time_and_it_says_so_before_the_first_step(
+    script: Callable[[str], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled = LOOP_SCRIPT.replace("optimizer =", "model = torch.compile(model, backend='eager')\noptimizer =")
+    seen = rehearse(script(compiled), CARD, timed=True)
+    assert seen.time is None
+    said = "torch.compile: the time of compiled code is not predicted"
+    assert said in seen.notes
+    told = capfd.readouterr().err
+    assert told.index(said) < told.index("seen [")

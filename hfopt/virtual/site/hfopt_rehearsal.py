@@ -96,6 +96,11 @@ class RehearsalRecorder:
         if text not in self.report["notes"]:
             self.report["notes"].append(text)
 
+    def tell(self, sentence: str) -> None:
+        """At once, and again in the report."""
+        self.note(sentence)
+        sys.stderr.write(f"hfopt rehearse: {sentence}\n")
+
     def ran_out(self, error: BaseException) -> None:
         """Memory ran out here; whether the script survives it is not known yet."""
         if self.report["oom"] is not None:
@@ -189,6 +194,7 @@ def _follow_optimizer(recorder: RehearsalRecorder) -> None:
 def install() -> RehearsalRecorder:
     recorder = RehearsalRecorder(os.environ["HFOPT_REHEARSAL"], int(os.environ["HFOPT_REHEARSAL_STEPS"]))
     _follow_optimizer(recorder)
+    journal.tell = recorder.tell
     journal.follow_fetching()
     atexit.register(recorder.at_exit)
     os.register_at_fork(after_in_child=recorder.restart)

@@ -84,6 +84,7 @@ class LaunchJournal:
 
     def __init__(self) -> None:
         self.wanted = clock is not None
+        self.tell: Any = print
         if not self.wanted:
             return
         self._library = ctypes.PyDLL(None)
@@ -91,6 +92,13 @@ class LaunchJournal:
         self._library.hfopt_journal_operation_end.argtypes = [ctypes.c_char_p]
         self._operations: Any = None
         self._entered = False
+
+    def cannot_time(self, what: str) -> None:
+        """Said before a step is done: compiled code is launched here, but not priced."""
+        if self.wanted:
+            self.end()
+            self.wanted = False
+            self.tell(f"{what}: the time of compiled code is not predicted")
 
     def note(self, kind: str, text: str) -> None:
         if self.wanted:

@@ -82,7 +82,6 @@ def _callback_for(trainer: Any, recorder: RehearsalRecorder, did: set[str]) -> A
             recorder.report["micro_batch"] = now
             recorder.report["accumulation"] = args.gradient_accumulation_steps
             recorder.enter("step 1: forward")
-            journal.train_begins()
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             recorder.enter(*((LATER, "optimizer") if state.global_step else (OPTIMIZER,)))
@@ -213,12 +212,10 @@ def install(module: ModuleType, recorder: RehearsalRecorder) -> None:
     def followed(self: Any, *_: Any, **kwargs: Any) -> Any:
         did: set[str] = set()
         recorder.by_trainer = True
-        if journal.wanted and getattr(self.args, "torch_compile", False):
-            journal.wanted = False
-            recorder.note("torch_compile: the time of compiled code is not predicted")
+        if getattr(self.args, "torch_compile", False):
+            journal.cannot_time("torch_compile")
         for sentence in _not_as_on_a_card(self.args):
-            recorder.note(sentence)
-            sys.stderr.write(f"hfopt rehearse: {sentence}\n")
+            recorder.tell(sentence)
         if not recorder.report["steps_done"]:
             keep_writes_inside(recorder.folder)
         _follow_steps(self, recorder)
@@ -226,6 +223,7 @@ def install(module: ModuleType, recorder: RehearsalRecorder) -> None:
         follow_saving(self, recorder, did)
         self.add_callback(_callback_for(self, recorder, did))
         kwargs.pop("resume_from_checkpoint", None)
+        journal.train_begins()
         try:
             train(self, **kwargs)
         except (RuntimeError, MemoryError) as error:
