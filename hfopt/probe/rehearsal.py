@@ -36,7 +36,7 @@ _ORDER = (
     "evaluation",
     "saving",
 )
-FEWEST_TIMED_STEPS = 4
+FEWEST_TIMED_STEPS = 6
 _POLL_S = 0.02
 _QUIET = {"WANDB_MODE": "disabled", "MLFLOW_TRACKING_URI": "", "COMET_MODE": "DISABLED", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -53,8 +53,8 @@ def rehearse(
 ) -> Rehearsal:
     """Runs the command for `steps` optimizer steps, one evaluation and one checkpoint on `count` virtual cards.
 
-    timed: also price what the steps launch, which takes four of them: one to warm up, one for the kernels, one for the host, and one by the
-    clock that follows from them."""
+    timed: also price what the steps launch, which takes six of them: one to warm up, then in turn one for the kernels and one for the host;
+    the fourth and later ones go by the clock that follows from those before."""
     steps = max(steps, FEWEST_TIMED_STEPS) if timed else steps
     words = normal_command(command)
     built = find_toolchain(_interpreter(words)).torch

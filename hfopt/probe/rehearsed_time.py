@@ -65,8 +65,9 @@ class _HostWork:
 
 
 def _host_work(steps: Sequence[RecordedStep], table: HostCost) -> _HostWork:
-    """From the steps without operations; the mean of several."""
-    entries = [entry for step in steps for entry in step.entries[1:] if (entry.launches or entry.ends) and entry.phase not in OUTSIDE]
+    """From the steps without operations: of several the middle one, for what a busy machine or a collection of garbage adds is in few."""
+    by_step = [[one for one in step.entries[1:] if (one.launches or one.ends) and one.phase not in OUTSIDE] for step in steps]
+    entries = [entry for of_step in by_step for entry in of_step]
     launching = {phase: [one for one in entries if one.launches and one.phase == phase] for phase in LAUNCHING}
     longest_s = {phase: LONG * statistics.median(one.spent_s for one in found) for phase, found in launching.items() if found}
     by_table = {"forward": table.forward_s, "backward": table.backward_s}
@@ -75,12 +76,15 @@ def _host_work(steps: Sequence[RecordedStep], table: HostCost) -> _HostWork:
     if not spent_s:
         return _HostWork()
     scale = sum(by_table[one.phase] for one in usual) / spent_s
-    before_s: dict[tuple[int, int], float] = {}
-    for entry in entries:
-        if entry.ends or entry.spent_s > longest_s.get(entry.phase, 0.0):
-            place = (entry.visit, entry.place)
-            before_s[place] = before_s.get(place, 0.0) + entry.spent_s * scale / len(steps)
-    return _HostWork(scale=scale, before_s=before_s)
+    seen: list[dict[tuple[int, int], float]] = []
+    for of_step in by_step:
+        seen.append({})
+        for entry in of_step:
+            if entry.ends or entry.spent_s > longest_s.get(entry.phase, 0.0):
+                place = (entry.visit, entry.place)
+                seen[-1][place] = seen[-1].get(place, 0.0) + entry.spent_s * scale
+    places = {place for one in seen for place in one}
+    return _HostWork(scale=scale, before_s={place: statistics.median_low(one.get(place, 0.0) for one in seen) for place in places})
 
 
 # ---------------------------------------------------------------------------------------------- the card

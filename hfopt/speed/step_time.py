@@ -265,7 +265,7 @@ def _overlap(phases: Sequence[tuple[float, float]], asynchronous: bool) -> float
 
 
 def lost_to_ranks_s(world_size: int, step_s: float, hidden_s: float, *, busy_share: float) -> float:
-    """Of a step: kernels that are slower beside communication, where the card does not wait for its host, and waiting for the slowest rank."""
+    """Of a step: kernels slower beside communication, where the card does not wait for its host, and waiting for the slowest rank."""
     slowed_s = TAKEN_SMS * hidden_s * busy_share
     return slowed_s + RANK_SPREAD * _slowest(world_size) * (step_s + slowed_s)
 

@@ -146,6 +146,7 @@ class _Operation:
     shape: tuple[int, ...]
     kernels: int  # launches that share its cost
     products: int  # launches that are matrix products of their own
+    by_library: bool = False  # then these alone share its cost
 
 
 def issues(step: RecordedStep, kernel_names: Mapping[str, str]) -> Iterator[Issue]:
@@ -164,7 +165,8 @@ def issues(step: RecordedStep, kernel_names: Mapping[str, str]) -> Iterator[Issu
             yield Issue(entry=entry, cost=_product(entry))
         elif entry.launches:
             own = operations.get(entry.op)
-            cost = _share(own, entry) if own is not None and not own.products else _by_name(entry, kernel_names)
+            beside = own is not None and (own.products or (own.by_library and entry.kind != "library"))
+            cost = _by_name(entry, kernel_names) if own is None or beside else _share(own, entry)
             yield Issue(entry=entry, cost=cost)
         else:
             yield Issue(entry=entry)
@@ -173,12 +175,14 @@ def issues(step: RecordedStep, kernel_names: Mapping[str, str]) -> Iterator[Issu
 def _operations(step: RecordedStep) -> dict[int, _Operation]:
     kernels: Counter[int] = Counter()
     products: Counter[int] = Counter()
+    by_library: Counter[int] = Counter()
     found: dict[int, _Operation] = {}
     for entry in step.entries:
         if entry.kind == "gemm":
             products[entry.op] += 1
         elif entry.launches:
             kernels[entry.op] += 1
+            by_library[entry.op] += entry.kind == "library"
         elif entry.kind == "op":
             name, kind, dtype, flops, moved, launches, shape = entry.fields
             repeats = int(launches)
@@ -189,8 +193,9 @@ def _operations(step: RecordedStep) -> dict[int, _Operation]:
                 flops=float(flops) * repeats,
                 moved_bytes=float(moved) * repeats,
                 shape=tuple(map(int, shape.split(","))) if shape else (),
-                kernels=kernels[entry.op],
+                kernels=by_library[entry.op] or kernels[entry.op],
                 products=products[entry.op],
+                by_library=bool(by_library[entry.op]),
             )
     return found
 
@@ -213,7 +218,7 @@ def _made(entry: Entry, name: str, kind: str, dtype: str, flops: float, moved_by
 
 def _share(operation: _Operation, entry: Entry) -> OpCost:
     parts = max(operation.kernels, 1)
-    shape = operation.shape if parts == 1 else ()
+    shape = operation.shape if parts == 1 or operation.kind == "conv" else ()  # each of a convolution's two gradients has its whole shape
     return _made(entry, operation.name, operation.kind, operation.dtype, operation.flops / parts, operation.moved_bytes / parts, shape)
 
 
