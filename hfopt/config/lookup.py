@@ -212,3 +212,40 @@ def named_beside(path: Path) -> tuple[Path, str] | None:
 
 def _name_in(path: Path) -> str | None:
     return model_name(Facts(parse(read_bytes(path), str(path)).data))
+
+
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("max_position_embeddings", "embedding_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "d_model", "d_ff", "d_kv"),
+    *("num_layers", "num_heads", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts"),
+    *("num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "type_vocab_size", "tie_word_embeddings"),
+)
+"""Attributes of transformers' configs that decide how large a model is."""
+
+
+def overrides_of(facts: Facts, *, named: bool) -> dict[str, Any]:
+    """What a file changes in a model's configuration, or, of a model that is named nowhere, its type and the sizes beside it.
+
+    `config_overrides` is of transformers' own scripts (run_clm.py).
+    """
+    stated = facts.text("config_overrides")
+    found: dict[str, Any] = {}
+    for part in (stated or "").split(","):
+        key, _, value = part.partition("=")
+        if value:
+            found[key.strip()] = _plain(value.strip())
+    kinds = [(path, value) for path, value in facts.all("model_type") if isinstance(value, str) and not any(map(str.isdecimal, path))]
+    if named or not kinds:
+        return found
+    place, kind = kinds[0]
+    sizes = {key: value for key in _SIZES for path, value in facts.all(key) if path[:-1] == place[:-1] and value is not None}
+    return {"model_type": kind.lower(), **sizes, **found} if sizes or found else {}
+
+
+def _plain(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from hfopt.compat.versions import release
 from hfopt.config.deepspeed_json import named_stage
-from hfopt.config.lookup import Facts, model_name
+from hfopt.config.lookup import Facts, model_name, overrides_of
 from hfopt.config.other_keys import beyond_one_model, stage_notes
 from hfopt.config.other_tools import (
     LLAMA_FACTORY,
@@ -84,7 +84,7 @@ def read_model(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> ModelSpe
     name = model_name(facts)
     return ModelSpec(
         name=name,
-        overrides=_overrides(facts, named=name is not None),
+        overrides=overrides_of(facts, named=name is not None or is_swift(facts)),
         task=task,
         weights_dtype=_weights_dtype(facts, trainer, args, partly=lora is not None or method.last_layers is not None),
         scales_loss=args.get("fp16") is True and lora is None and not facts.has("deepspeed"),  # DeepSpeed scales in a way of its own
@@ -113,43 +113,6 @@ def with_guesses(model: ModelSpec) -> ModelSpec:
     return replace(model, lora=replace(lora, target_modules="all-linear"), guessed_adapter=True)
 
 
-_SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("max_position_embeddings", "embedding_size", "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "d_model", "d_ff", "d_kv"),
-    *("num_layers", "num_heads", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts"),
-    *("num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank", "type_vocab_size", "tie_word_embeddings"),
-)
-"""Attributes of transformers' configs that decide how large a model is."""
-
-
-def _overrides(facts: Facts, *, named: bool) -> dict[str, Any]:
-    """What a file changes in a model's configuration, or, of a model that is named nowhere, its type and the sizes beside it.
-
-    `config_overrides` is of transformers' own scripts (run_clm.py).
-    """
-    stated = facts.text("config_overrides")
-    found: dict[str, Any] = {}
-    for part in (stated or "").split(","):
-        key, _, value = part.partition("=")
-        if value:
-            found[key.strip()] = _plain(value.strip())
-    kinds = [(path, value) for path, value in facts.all("model_type") if isinstance(value, str) and not any(map(str.isdecimal, path))]
-    if named or not kinds or is_swift(facts):
-        return found
-    place, kind = kinds[0]
-    sizes = {key: value for key in _SIZES for path, value in facts.all(key) if path[:-1] == place[:-1] and value is not None}
-    return {"model_type": kind.lower(), **sizes, **found} if sizes or found else {}
-
-
-def _plain(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return {"true": True, "false": False}.get(text.lower(), text)
-
-
 def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | None:
     """TRL asks the reference before training with precompute_ref_log_probs, and keeps none; GRPO keeps one for its KL term alone.
 
@@ -159,9 +122,11 @@ def _reference(facts: Facts, trainer: Trainer, args: dict[str, Any]) -> bool | N
         alone = facts.text("pref_loss") in ("orpo", "simpo") or facts.true("reference_free", "precompute_ref_log_probs")
         return False if alone else None
     beta = first_number(facts.number(*_BETAS), args.get("beta"), trl_default(trainer, "beta"), 0)
-    return beta > 0 if trainer in ("GRPO", "RLOO") else None
+    beside = facts.text(*_BESIDE, under=("ref", "reference", "ref_model", "reference_model")) is not None  # a section of its own
+    return beta > 0 or beside if trainer in ("GRPO", "RLOO") else None
 
 
+_BESIDE = ("model_path", "model_name_or_path", "name_or_path", "model_name", "name", "path")
 _BETAS = (
     "beta",
     "kl_coef",
@@ -224,9 +189,7 @@ def _quantization(facts: Facts, factory: bool) -> Quantization | None:
     bits = _quantized_bits(facts)
     if bits is None:
         return None
-    double = facts.true(
-        "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant", "double_quant", "nested_quant"
-    )
+    double = facts.true(*_DOUBLE)
     return Quantization(
         bits=bits,
         quant_type=facts.text("bnb_4bit_quant_type", "quantization_type")
@@ -241,6 +204,7 @@ def _compute_type(facts: Facts) -> str | None:
     return facts.text("bnb_4bit_compute_dtype") or facts.text("compute_dtype", under=_QUANTIZATION_SECTIONS)
 
 
+_DOUBLE = ("use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quantization", "use_nested_quant", "double_quant", "nested_quant")
 _QUANTIZATION_SECTIONS = ("quantization", "quantization_config", "bnb", "bnb_config", "quant", "bitsandbytes", "qlora")
 
 
@@ -249,9 +213,14 @@ def _quantized_bits(facts: Facts) -> Literal[4, 8] | None:
         return None
     written, name = facts.whole("quantization_bit", "quant_bits", "quantization_bits", "bits", "kbit"), (model_name(facts) or "").lower()
     said = (facts.text("quantization", "quantization_strategy", "quantize", "quantization_mode", "load_in") or "").lower()
-    if facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora") or written == 4 or "bnb-4bit" in name or method_word(facts) == "qlora":
+    if (
+        facts.true("load_in_4bit", "use_qlora", "use_4bit", "qlora", "int4_training")
+        or written == 4
+        or "bnb-4bit" in name
+        or method_word(facts) == "qlora"
+    ):
         return 4
-    if facts.true("load_in_8bit", "use_8bit") or written == 8 or "bnb-8bit" in name:
+    if facts.true("load_in_8bit", "use_8bit", "int8_training") or written == 8 or "bnb-8bit" in name:
         return 8
     found = re.search(r"(?:^|\D)([48])[-_ ]?bits?|int([48])|(nf4|fp4)", said)
     if found is None and facts.true("quantize", "quantized", "quantization", "use_quantization", "enable_quantization", "use_bnb"):

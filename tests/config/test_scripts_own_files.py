@@ -6,7 +6,7 @@ import pytest
 
 from hfopt.config.read_job import Loaded, load_bytes
 from hfopt.errors import ConfigError
-from hfopt.facts.argument_effects import unseen
+from hfopt.facts.argument_effects import not_modelled
 from hfopt.schema import TrainJob
 
 LLAMA = "model:\n  name: meta-llama/Llama-3.2-1B\n"
@@ -110,8 +110,8 @@ def test_files_that_a_file_builds_on_are_named() -> None:
 
 def test_what_a_switch_that_is_off_reads_is_not_named() -> None:
     options = {"liger_kernel_config": {"rope": True}, "use_liger_kernel": False}
-    assert list(unseen(options, "Trainer")) == []
-    (said,) = unseen({**options, "use_liger_kernel": True}, "Trainer")
+    assert list(not_modelled(options, "Trainer")) == []
+    (said,) = not_modelled({**options, "use_liger_kernel": True}, "Trainer")
     assert said.startswith("liger_kernel_config")
 
 
@@ -269,3 +269,12 @@ def test_a_deepspeed_config_is_no_profile() -> None:
     reference = "reference_deepspeed:\n  train_micro_batch_size_per_gpu: 1\n  bf16: {enabled: true}\n  zero_optimization: {stage: 3}\n"
     arguments = "run: {learning_rate: 1.0e-4, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}\n"
     assert job_of(f"{LLAMA}{arguments}{reference}").section == ("run",)
+
+
+def test_a_reference_in_a_section_of_its_own_is_held() -> None:
+    assert job_of(f"num_generations: 4\n{LLAMA}{TRAINING}ref:\n  model_path: a/b\n").model.reference
+    assert not job_of(f"num_generations: 4\n{LLAMA}{TRAINING}").model.reference
+
+
+def test_weights_packed_for_training_by_the_name_of_their_type() -> None:
+    assert job_of(f"int4_training: true\n{LLAMA}{TRAINING}").model.quantization is not None
