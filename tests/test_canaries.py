@@ -369,6 +369,16 @@ PROBES: Mapping[str, Mapping[str, Callable[[], Any]]] = {  # package -> what is 
     },
     "numpy": {"random.mtrand._rand._bit_generator": lambda: import_module("numpy").random.mtrand._rand._bit_generator is not None},
 }
+SINCE: Mapping[str, str] = {  # of names that the oldest versions allowed do not have yet: a version of the package that has them
+    "datasets.IterableDataset.num_shards": "4.0",
+    "torch.fx.experimental.symbolic_shapes.guard_or_false": "2.8",
+    "torch.fx.experimental.symbolic_shapes.sym_and": "2.8",
+    "torch.fx.experimental.symbolic_shapes.sym_or": "2.8",
+    "transformers.modeling_layers.GradientCheckpointingLayer": "4.54",
+    "transformers.utils.is_torch_distributed_available": "5.0",
+    "typer.core._TyperParameter.get_runtime_param": "0.27",
+    "typer.core._TyperParameter.process_value": "0.27",
+}
 OWN = frozenset({"_fields", "_exit", "_getframe", "_current_frames", "_run_exitfuncs"})
 """Python's own, documented or as old as Python: namedtuple, os, sys, atexit."""
 PACKAGES = sorted({*NAMES, *SIGNATURES, *TEXTS, *PROBES})
@@ -394,6 +404,8 @@ def resolved(dotted: str) -> Any:
 def missing(package: str) -> Iterator[str]:
     for user, names in NAMES.get(package, {}).items():
         for name in names:
+            if name in SINCE and not is_at_least(package.replace("_", "-"), SINCE[name]):
+                continue
             try:
                 resolved(name)
             except (AttributeError, ImportError, RuntimeError) as error:
