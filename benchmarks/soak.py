@@ -28,7 +28,8 @@ from typing import Any
 STEPS_PER_S = 5
 HANG_AFTER_S = 15
 FAULTS = ("forward", "backward", "evaluation", "hang", "optimizer")
-MOST_RESTARTS = 2  # for memory: a batch of 4 can be halved twice
+BATCH = 8  # halved twice, and two samples can still run out of memory
+MOST_RESTARTS = 2  # for memory
 MARK = "HFOPT_SOAK_MARK"
 GROWTH_BYTES = 32 << 20  # of the supervisor, which holds no tensors
 
@@ -105,6 +106,7 @@ def worker(folder: Path, steps: int, every_s: float, seed: int) -> None:
         lambda out: trainer(
             out,
             dataset=Samples("causal", 4000),
+            per_device_train_batch_size=BATCH,
             eval_dataset=Samples("causal", 4),
             max_steps=steps,
             callbacks=[Paced()],
