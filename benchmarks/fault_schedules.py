@@ -37,6 +37,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fault_interruptions
 import fault_states  # noqa: F401 - its configurations join the others
 import numpy as np
 import torch
@@ -48,12 +49,15 @@ import hfopt
 from hfopt.oom.protect import guard_of, refusal
 from hfopt.schema import FallbackEvent, NextSettings, RunFailure
 
-PHASES = ("forward", "backward", "replay", "evaluation", "optimizer", "callback")
-LIKELY = (6, 6, 3, 2, 1, 1)
+PHASES = ("forward", "backward", "replay", "evaluation", "optimizer", "callback", "again")
+LIKELY = (6, 6, 3, 2, 1, 1, 6)
 LIMIT_S = 60.0  # of CPU time
-DRAWS = frozenset({"numpy_noise"})  # pieces cannot be given what the whole would draw: said, not equal
+DRAWS = frozenset({"numpy_noise", "noise_where_asked", "cut_to_the_longest", "leaky_noise"})
+"""Pieces cannot be given what the whole would draw: said, not equal."""
 BACKWARD_ONLY = frozenset({"auxiliary_in_backward"})  # its losses do not show it: said where two samples do not fit
 NOISY_EVALUATION = frozenset({"noisy_evaluation"})  # the same in evaluation, and so training after it draws others
+TWICE = frozenset(name for name, make in CONFIGURATIONS.items() if make.__module__ == fault_interruptions.__name__)
+"""Some of them pass a micro-batch twice: the second pass can fail (`again`)."""
 EVALUATED = frozenset({"evaluated", "generated", "noisy_evaluation"})
 TOLERANCE = {"bfloat16": 3e-2, "scaled_gradients": 2e-5, "experts_free": 2e-5, "experts_balanced": 2e-5}
 
@@ -75,9 +79,10 @@ def out_of_memory() -> BaseException:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 8.00 GiB")
 
 
-def draw(random_: random.Random, *, evaluates: bool = False) -> tuple[Fault, ...]:
+def draw(random_: random.Random, *, evaluates: bool = False, twice: bool = False) -> tuple[Fault, ...]:
     """One to four faults; sometimes the same one at every step, at step 0 or in the last window. A replay fails after a first failure."""
-    likely = LIKELY if evaluates else tuple(0 if phase == "evaluation" else weight for phase, weight in zip(PHASES, LIKELY, strict=True))
+    possible = {"evaluation": evaluates, "again": twice}
+    likely = [weight if possible.get(phase, True) else 0 for phase, weight in zip(PHASES, LIKELY, strict=True)]
     way = random_.choice(("some", "some", "some", "first", "last", "always"))
     count = random_.randint(1, 4) if way == "some" else 1
     faults = []
@@ -104,6 +109,7 @@ class Shortage(TrainerCallback):  # type: ignore[misc]
     seen: list[str] = field(default_factory=list)
     now: FallbackEvent | None = None
     left: dict[int, int] = field(default_factory=dict)
+    passes: int = 0  # of this micro-batch
 
     def attach(self) -> None:
         self.left = {number: fault.times for number, fault in enumerate(self.faults)}
@@ -116,6 +122,8 @@ class Shortage(TrainerCallback):  # type: ignore[misc]
 
     def listen(self, event: FallbackEvent) -> None:
         self.now = event
+        if event.kind == "micro_batch":
+            self.passes = 0
 
     def due(self, phases: tuple[str, ...], rows: int) -> str | None:
         step = self.trainer.state.global_step
@@ -137,6 +145,9 @@ class Shortage(TrainerCallback):  # type: ignore[misc]
             if self.trainer.is_in_train and self.trainer.control.should_evaluate and self.due(("evaluation",), samples):
                 raise out_of_memory()
             return
+        self.passes += 1
+        if self.passes == 2 and self.now is not None and self.now.attempt == 0 and self.due(("again",), samples):
+            raise out_of_memory()
         if not torch.is_grad_enabled():
             return
         phase = self.due(("forward", "replay"), samples)
@@ -331,7 +342,7 @@ def trials(count: int, seed: int, only: str | None, folder: Path) -> Iterator[Ou
     made, random_ = Trials(folder), random.Random(seed)
     for number in range(count):
         name = names[number % len(names)]
-        yield made.run(name, draw(random_, evaluates=name in EVALUATED))
+        yield made.run(name, draw(random_, evaluates=name in EVALUATED, twice=name in TWICE))
 
 
 def table(outcomes: list[Outcome]) -> str:

@@ -68,6 +68,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
         "model/losses": ("torch.nn.modules.batchnorm._BatchNorm",),
         "trace/trainer_step": ("torch._foreach_add_",),
+        "oom/left_behind": ("torch._foreach_norm",),
         "trace/recorder": (
             "torch.utils._python_dispatch.TorchDispatchMode",
             "torch.nn.modules.module.register_module_forward_hook",

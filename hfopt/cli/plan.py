@@ -297,10 +297,11 @@ def _diff(made: Plan, config: Path, after: bytes) -> bytes:
     """The reasons as comments, then a unified diff."""
     from difflib import diff_bytes, unified_diff
 
+    from hfopt.redact import printable
     from hfopt.report.text import value_words
 
     reasons = [f"# {c.key}: {value_words(c.before)} → {value_words(c.after)}: {c.reason}\n".encode() for c in made.facts.changed_lines]
-    before, name = config.read_bytes().splitlines(keepends=True), str(config).encode()
+    before, name = config.read_bytes().splitlines(keepends=True), printable(str(config)).encode()
     lines = diff_bytes(unified_diff, before, after.splitlines(keepends=True), name, name + b" (planned)", n=1)
     return b"".join([*reasons, *(line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n" for line in lines)])
 

@@ -43,7 +43,7 @@ _PREFIXES = re.compile(
     r"|[\w.-]+-\d+\s+\| |\|\s(?=\[|\d{4})|>{1,3}\s|[│┃║|]\s?|\[\d+\.\d+\]\s?"
     r")"
 )
-_BOX_END = re.compile(r"\s*[│┃║]\s*$")
+_BOX_ENDS = ("│", "┃", "║")
 _RECORDS = ("jsonPayload", "record", "fields")  # where some loggers put it all
 _MESSAGES = (
     "message",
@@ -132,7 +132,8 @@ def _rank(line: str) -> int | None:
 
 
 def _without_prefixes(line: str) -> str:
-    line = _BOX_END.sub("", line)
+    bare = line.rstrip()
+    line = bare[:-1].rstrip() if bare.endswith(_BOX_ENDS) else line
     for _ in range(8):
         shorter = _PREFIXES.sub("", line, count=1)
         if shorter == line:

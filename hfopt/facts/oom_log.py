@@ -18,6 +18,7 @@ from hfopt.schema import OomPhase, OomReport
 from hfopt.units import GIB, KIB
 
 _APART = 500  # lines between two messages, from which on they are of two runs
+_LONGEST_MESSAGE = 20_000  # characters: with the processes of eight cards it has some 3,000
 _AFTER_MESSAGE = 8  # lines a message may be broken into
 _AROUND = 300  # lines in which vLLM states its figures
 _BATCH = re.compile(r"(?:Instantaneous batch size per device|per_device_train_batch_size|micro_batch_size)\W{1,4}(\d+)")
@@ -100,7 +101,7 @@ def _message(lines: Sequence[LogLine], index: int) -> str:
         if len(found) > _AFTER_MESSAGE or _ENDS_MESSAGE.search(line.text):
             break
         found.append(line.text)
-    return "\n".join(found)
+    return "\n".join(found)[:_LONGEST_MESSAGE]
 
 
 def _phase(lines: Sequence[LogLine], index: int, form: Form, message: str) -> tuple[OomPhase, str | None]:

@@ -23,7 +23,8 @@ import torch
 from hfopt.facts import oom_errors
 from hfopt.oom import kept_state, next_settings, rank_vote, replay, split_batch
 from hfopt.oom.kept_state import Covered, KeptState, Look
-from hfopt.oom.micro_batch import ANOTHER_LOSS, CannotCut, Pieces
+from hfopt.oom.left_behind import AsFound
+from hfopt.oom.micro_batch import ANOTHER_LOSS, CannotCut, Pieces, gradient_norm
 from hfopt.oom.next_settings import Fit, Settings, Sink, Supervisor
 from hfopt.oom.rank_vote import DataParallelRanks, PeerFailed, RankVote, ShardedSteps, can_be_repeated
 from hfopt.oom.replay import AccumulationWindow, ForwardState
@@ -62,6 +63,7 @@ class Guard:
         self._ranks: DataParallelRanks | None = None
         self._sharded: ShardedSteps | None = None
         self.state = ForwardState(trainer)
+        self._as_found = AsFound(trainer)
         self._uncut: Refusal | None = None  # found while pieces ran; holds for the rest of the run
         self._last: Failure | None = None
         self._told = False  # the supervisor knows why this process ends
@@ -158,17 +160,19 @@ class Guard:
         if window.index == 0:
             window.rng = replay.snapshot(self._device)
             window.state, window.step = self.state.note(), self.trainer.state.global_step
+            window.found = self._as_found.note()
             self.pieces.after_first_piece = lambda: self._moved(window) or self.state.refusal(window.noted)
-        elif self._draws_between():
+        elif self._acts_between():
             window.rngs[window.index] = replay.snapshot(self._device)
+            window.touched = window.touched or repr(gradient_norm(self.trainer.model)) != repr(window.norm)
         window.counters = self.pieces.counters.snapshot()
         if window.index == 0:
             window.first_counters = window.counters
         if self._ranks is not None:
             self._ranks.begin(model, window_begins=window.index == 0)
 
-    def _draws_between(self) -> bool:
-        """Whether a callback of the script runs between micro-batches: it may draw random numbers."""
+    def _acts_between(self) -> bool:
+        """Whether a callback of the script runs between micro-batches: it may draw random numbers, and touch gradients."""
         kinds = [type(one) for one in self.trainer.callback_handler.callbacks]
         return any(kept_state.is_own(getattr(kind, "on_substep_end", None)) for kind in kinds)
 
@@ -176,6 +180,8 @@ class Guard:
         window.index += 1
         window.kept = None
         window.losses.append(loss.detach())
+        if not window.done and self._acts_between():
+            window.norm = gradient_norm(self.trainer.model)
         if window.done:
             self.emit("window", window)
             self.state.through(window.noted)
@@ -258,14 +264,18 @@ class Guard:
         lost = None if known.recoverable else "a collective ran out of memory"
         if window.state is not None and window.state.begun:
             lost = "the model had gradients before the step began, and they are gone"
+        elif window.touched:
+            lost = "a callback changes the gradients between micro-batches, and a repeated step would be without that"
         if self._ranks is not None and self._ranks.exchanging:
             lost = "gradients were being exchanged, so the ranks are out of step"
         elif (self._ranks or self._sharded) is not None and self.pieces.communicates:
             lost = "the loss exchanges values with the other ranks, which cannot be repeated on one of them"
-        return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost or self._process_lost())
+        lost = lost or self._process_lost() or (self._as_found.left(window.found) if self._sharded is None else None)
+        return Failure(error=oom_errors.without_frames(error), seen=seen, lost=lost)
 
     def _decide(self, window: AccumulationWindow, model: Any, num_items: Any, failure: Failure | PeerFailed) -> None:
         """Clears memory and goes one step down; raises when there is none left."""
+        torch.set_grad_enabled(True)  # a script that had switched it off was cut off before it could switch it on
         model.zero_grad()
         next_settings.give_memory_back(self._device)
         window.kept = self.look(window, weights=True)
@@ -284,6 +294,7 @@ class Guard:
             raise failure.error if isinstance(failure, Failure) else failure
         if not word.without_checkpointing:
             self.fit.enable_checkpointing()
+            window.found = self._as_found.note()
         window.failed = True
         window.size = word.size if word.size != rank_vote.WHOLE else None if self._uncut is not None else window.size
 

@@ -45,7 +45,8 @@ _LOOKED_INTO = frozenset({"builtins", "types", "argparse", "queue", "collections
 """Of the standard library, whose other objects are passed over."""
 _STATELESS = (torch.optim.Optimizer, torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler, np.generic)
 _OF_TORCH = frozenset(vars(torch.nn.Module())) | {"gradient_checkpointing", "_gradient_checkpointing_func"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_COUNTED_ELSEWHERE = frozenset({"num_input_tokens_seen"})  # of TrainerState: TRL's Trainers count it in their steps (`own_counts.py`)
 _RANDOM = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -103,6 +104,8 @@ class KeptState:
     def _walk(self, trainer: Any, *, weights: bool) -> None:
         self._trainer_itself(trainer)
         self._modules("model", trainer.model, is_the_model=True)
+        for name, one in trainer.model.named_parameters():
+            self._children(one, f"{name}.", [(key, value) for key, value in vars(one).items() if isinstance(value, (*ATOMS, torch.Tensor))])
         if weights:
             for name, one in trainer.model.named_parameters():
                 self._look.prints[f"the weight {name}"] = print_of_tensor(one)
@@ -123,12 +126,24 @@ class KeptState:
         name = type(trainer).__name__
         own = {key: value for key, value in vars(trainer).items() if key not in libraries}
         self._children(trainer, f"{name}.", own.items())
+        self._settings(trainer)
         passed_over = {"model", "model_wrapped", "train_dataset", "eval_dataset", "callback_handler"}
         for key in sorted(vars(trainer).keys() & libraries - passed_over):
             if not isinstance(value := vars(trainer)[key], ATOMS):
                 self._waiting.append((f"{name}.{key}", value))
         self._look.prints[f"{name}.log"] = len(trainer.state.log_history)
         self._waiting.extend((base.__name__, base) for base in type(trainer).__mro__ if is_own(base))
+
+    def _settings(self, trainer: Any) -> None:
+        """Plain values of libraries' objects, which a script may move in its step: a schedule, a group's decay, a temperature."""
+        kept = {name: getattr(trainer, name, None) for name in ("args", "state", "label_smoother", "lr_scheduler")}
+        kept["lr_scheduler"] = getattr(kept["lr_scheduler"], "scheduler", kept["lr_scheduler"])
+        kept["model.config"] = getattr(trainer.model, "config", None)
+        groups = getattr(trainer.optimizer, "param_groups", ())
+        found = [(name, getattr(one, "__dict__", {})) for name, one in kept.items()]
+        for name, values in [*found, *((f"optimizer.param_groups[{number}]", group) for number, group in enumerate(groups))]:
+            plain = {key: value for key, value in values.items() if isinstance(value, ATOMS) and key not in _COUNTED_ELSEWHERE}
+            self._look.prints |= {f"{name}.{key}": repr(value) for key, value in plain.items()}
 
     def _children(self, container: Any, path: str, items: Any) -> None:
         whole = (id(container), None) in self._covered
@@ -206,7 +221,7 @@ class KeptState:
             for name, value in tensors.items():
                 if value is not None:
                     self._waiting.append((f"{place}.{name}", value))
-            for hooks in _HOOKS:
+            for hooks in HOOKS:
                 self._waiting.extend((f"a hook of {place}", hook) for hook in getattr(module, hooks).values())
             own = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
             if bases := [base for base in type(module).__mro__ if is_own(base)]:

@@ -32,7 +32,7 @@ _VERIFIED = 3  # micro-batches in pieces whose losses are compared with that of 
 ANOTHER_LOSS = "a micro-batch that had gone through has another loss when it is run again, so something has moved since"
 LastPiece = Callable[[], AbstractContextManager[None]]
 # a head that fails on part of a batch (pairs in adjacent rows, a fixed batch in a buffer) raises one of these
-_CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
+CANNOT_TAKE_PART = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
 
 
 class CannotCut(Exception):  # noqa: N818 - a finding, not a fault
@@ -88,6 +88,7 @@ class Pieces:
                 self._after_backward = gradient_norm(self.trainer.model)
 
         accelerator.backward = backward
+        copied_without(accelerator, "backward")
 
     def whole(self, model: Any, inputs: Inputs, num_items: Any) -> torch.Tensor:
         self.phase, self._weight, self.looks_at_gradients = "forward", 1.0, False
@@ -107,6 +108,7 @@ class Pieces:
         total: torch.Tensor | None = None
         each_call = self.counters.each_call(before)
         self.looks_at_gradients = self._own_step
+        ends: list[tuple[torch.Tensor, ...]] = []
         for number, (part, share) in enumerate(zip(parts, shares, strict=True)):
             last = syncs and number == len(parts) - 1
             if number:
@@ -114,6 +116,8 @@ class Pieces:
                 replay.restore_host(state)
             with self._last_piece() if last else self.accelerator.no_sync(model), self._drawing(state, rows[number]):
                 loss = self.one(model, part, num_items, share)
+            if self.draws.givable:
+                self._draws_the_same(ends)
             total = loss if total is None else total + loss
             if number == 0 and len(parts) > 1 and (why := self.after_first_piece() or self._moved(before, state)) is not None:
                 raise CannotCut(why)
@@ -143,6 +147,12 @@ class Pieces:
             return nullcontext()
         replay.restore_torch(state)
         return Draws(self.draws, rows)
+
+    def _draws_the_same(self, ends: list[tuple[torch.Tensor, ...]]) -> None:
+        """Every piece draws for the whole, so each leaves the generators in one place, unless what is drawn depends on the samples."""
+        ends.append(replay.of_torch(self.trainer.args.device))
+        if not replay.alike(ends[0], ends[-1]):
+            self.draws.other = "as many numbers as its samples ask for"
 
     def say_other_draws(self, before: RngState) -> None:
         others = replay.moved_in_torch(before) and not self.draws.givable
@@ -193,9 +203,9 @@ class Pieces:
             with self._without_a_trace(bare):
                 whole = loss_of(inputs)
                 losses = [loss_of(part) if share else 0.0 for part, share in zip(parts, shares, strict=True)]
-        except oom_errors.RAISED_AS as error:
+        except CANNOT_TAKE_PART as error:
             if oom_errors.recognise(error) is None:
-                raise
+                raise CannotCut(indivisible(error)) from None
             return
         values = [loss for loss in losses if loss is not None]
         if whole is None or len(values) < len(losses):
@@ -234,9 +244,8 @@ class Pieces:
                 )
         except torch.OutOfMemoryError:
             found = Refusal(name="untried", reason="not even two samples fit without gradients")
-        except _CANNOT_TAKE_PART as error:
-            text = str(error).partition("\n")[0]
-            found = Refusal(name="indivisible", reason=f"the loss cannot be computed for a part of the batch: {text}", batch_bound=True)
+        except CANNOT_TAKE_PART as error:
+            found = indivisible(error)
         if isinstance(found, Rule):
             self.rule = found
         return found
@@ -288,9 +297,22 @@ class Pieces:
         )
 
 
+def copied_without(thing: Any, *wrapped: str) -> None:
+    """Copies and pickles of it are as it was: what is wrapped leads to the original, so a copy would train that one."""
+    if getattr(type(thing), "__getstate__", None) is not getattr(object, "__getstate__", None):  # object has one from Python 3.11 on
+        return  # it says itself what is copied of it
+    dropped = {*wrapped, "__getstate__"}
+    thing.__getstate__ = lambda: {name: value for name, value in vars(thing).items() if name not in dropped}
+
+
 def _not_one_backward(count: int) -> Refusal:
     times = "never" if count == 0 else f"{count} times"
     return Refusal(name="own_backward", reason=f"training_step runs accelerator.backward {times} per micro-batch", batch_bound=True)
+
+
+def indivisible(error: BaseException) -> Refusal:
+    text = str(error).partition("\n")[0]
+    return Refusal(name="indivisible", reason=f"the loss cannot be computed for a part of the batch: {text}", batch_bound=True)
 
 
 def drawn_on_the_host() -> Refusal:

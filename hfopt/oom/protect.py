@@ -10,6 +10,7 @@ from hfopt.errors import HfoptError
 from hfopt.facts.oom_errors import RAISED_AS
 from hfopt.oom import evaluation_batches, next_settings
 from hfopt.oom.guard import Guard
+from hfopt.oom.micro_batch import copied_without
 from hfopt.oom.step_down import Refusal
 from hfopt.schema import FallbackEvent, MemoryModel
 
@@ -42,7 +43,7 @@ def protect(
     `plan` is what `hfopt.plan(trainer)` returned: the next size is chosen by its memory curve, or by `memory`, any other model. `log`
     takes an entry for each fallback, `settings` the settings to start from next time (by default `config_replanned.yaml` in the output
     folder), `events` each step of the fallback as it is taken. A smaller size is kept once memory ran out in `settle_after` of the last
-    20 steps; after `grow_after` steps without trouble the next larger one is tried.
+    20 steps; after `grow_after` steps without trouble the next larger one is tried. A copy or a pickle of the Trainer is not protected.
     """
     if not all(hasattr(trainer, name) for name in _OF_A_TRAINER):
         raise HfoptError(
@@ -66,6 +67,7 @@ def protect(
     wrapped.training_step = guard.training_step
     wrapped.prediction_step = evaluation_batches.protected(wrapped, guard)
     wrapped.train = _ending_well(wrapped.train, guard)
+    copied_without(wrapped, _MARK, "get_batch_samples", "training_step", "prediction_step", "train")
     return trainer
 
 

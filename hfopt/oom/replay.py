@@ -23,6 +23,7 @@ import torch
 
 from hfopt.oom import split_batch
 from hfopt.oom.kept_state import Covered, Look
+from hfopt.oom.left_behind import Found
 from hfopt.oom.split_batch import Inputs
 from hfopt.oom.step_down import Refusal
 
@@ -207,6 +208,16 @@ def restore_torch(state: RngState) -> None:
         getattr(torch, state.device_type).set_rng_state(state.device)
 
 
+def of_torch(device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Where torch's own generators stand, to be compared."""
+    host = torch.get_rng_state()
+    return (host,) if device.type == "cpu" else (host, getattr(torch, device.type).get_rng_state())
+
+
+def alike(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
+
+
 def moved_in_torch(since: RngState) -> bool:
     """Whether anything was drawn since."""
     now = None if since.device is None else getattr(torch, since.device_type).get_rng_state()
@@ -244,6 +255,9 @@ class AccumulationWindow:
     cleared: set[int] = field(default_factory=set)  # sizes that were tried again after clearing
     failed: bool = False
     state: Noted | None = None
+    found: Found | None = None  # the model when it began
+    norm: float = 0.0  # of the gradients when the last micro-batch had ended, where a callback of the script may touch them
+    touched: bool = False  # it did
     kept: Look | None = None  # what the script's own code keeps, since memory ran out last
     losses: list[torch.Tensor] = field(default_factory=list)  # of the micro-batches that went through
     step: int = 0  # the Trainer's global step when it began

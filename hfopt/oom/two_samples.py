@@ -19,7 +19,7 @@ import torch
 
 from hfopt.facts import loss_rule, oom_errors
 from hfopt.oom import replay, split_batch
-from hfopt.oom.micro_batch import CannotCut, Pieces, drawn_on_the_host, gradient_norm
+from hfopt.oom.micro_batch import CANNOT_TAKE_PART, CannotCut, Pieces, drawn_on_the_host, gradient_norm, indivisible
 from hfopt.oom.next_settings import give_memory_back, say
 from hfopt.oom.replay import RngState
 from hfopt.oom.split_batch import Inputs
@@ -69,7 +69,12 @@ class TwoSamples:
             replay.restore(before)
             pieces.counters.restore(counts)
             if attempt == 2:
-                self._losses(model, pair, alone, shares, num_items)
+                try:
+                    self._losses(model, pair, alone, shares, num_items)
+                except CANNOT_TAKE_PART as error:  # a loss that goes backward by itself, where there are no gradients
+                    if oom_errors.recognise(error) is not None:
+                        raise
+                    raise CannotCut(indivisible(error)) from None
 
     def _gradients(self, model: Any, pair: Inputs, alone: list[Inputs], shares: list[float], num_items: Any) -> None:
         pieces = self._pieces
@@ -79,12 +84,15 @@ class TwoSamples:
         pieces.looks_at_gradients = True
         with Draws(pieces.draws, None):
             pieces.one(bare, pair, num_items, 1.0)
+        drawn = replay.of_torch(pieces.trainer.args.device)
         norms, hosts, counted = [gradient_norm(bare)], [replay.of_the_host()], [pieces.counters.snapshot()]
         for place, (one, share) in enumerate(zip(alone, shares, strict=True)):
             replay.restore(state)
             pieces.counters.restore(counts)
             with Draws(pieces.draws, Rows(start=place, count=1, of=2), learns=True):
                 pieces.one(bare, one, num_items, -share)
+            if pieces.draws.givable and not replay.alike(drawn, replay.of_torch(pieces.trainer.args.device)):
+                pieces.draws.other = "as many numbers as its samples ask for"
             norms.append(gradient_norm(bare))
             hosts.append(replay.of_the_host())
             counted.append(pieces.counters.snapshot())

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import quote
 
-from hfopt.redact import json_words, said
+from hfopt.redact import json_words, printable, said
 from hfopt.schema import Problem
 
 _LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
@@ -59,7 +59,7 @@ def _data(text: str) -> str:
 
 
 def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+    return _data(printable(text)).replace(":", "%3A").replace(",", "%2C")
 
 
 def _result(path: str, problem: Problem, rule: int) -> dict[str, Any]:

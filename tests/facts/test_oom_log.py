@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hfopt.facts.log_text import MOST_BYTES, is_text, read_lines, shown
+from hfopt.facts.log_text import MOST_BYTES, LogLine, is_text, read_lines, shown
 from hfopt.facts.oom_advice import general_changes, reasons_of
-from hfopt.facts.oom_log import fault_beside_memory, read_oom
+from hfopt.facts.oom_log import _LONGEST_MESSAGE, _message, fault_beside_memory, read_oom
 from hfopt.facts.oom_messages import size_of
 from hfopt.schema import OomReport
 from hfopt.units import GIB, MIB
@@ -290,13 +290,19 @@ def test_a_huge_log_is_read_from_its_end() -> None:
     assert report is not None and report.figures.requested_bytes == 2 * GIB
 
 
-@pytest.mark.parametrize("piece", [b"_", b"a/", b"-> ", b"a.", b"val "])
+@pytest.mark.parametrize("piece", [b"_", b"a/", b"-> ", b"a.", b"val ", b" "])
 def test_no_line_costs_its_square(piece: bytes) -> None:
     def log(length: int) -> bytes:
         line = b'  File "a.py", line 1, in ' + piece * (length // len(piece)) + b".py\n"
         return b"Traceback (most recent call last):\n" + line * 40 + CUDA.encode()
 
     assert _seconds(log(3900)) < 40 * _seconds(log(390))  # ten times as long; its square would cost a hundredfold
+
+
+def test_a_message_without_an_end_is_cut() -> None:
+    """Its figures are looked for by patterns that try each digit as the first."""
+    lines = [LogLine(number=number, text="1" * 4_000) for number in range(1, 100)]
+    assert len(_message(lines, 0)) == _LONGEST_MESSAGE
 
 
 def _seconds(raw: bytes) -> float:

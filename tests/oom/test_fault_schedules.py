@@ -16,6 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import fault_schedules as bench
 import fault_states
 
+OTHERS = bench.TWICE
 STATES = {name for name, make in bench.CONFIGURATIONS.items() if make.__module__ == fault_states.__name__}
 pytestmark = [pytest.mark.trainer, pytest.mark.filterwarnings("ignore")]
 REFUSED = {
@@ -54,6 +55,15 @@ REMEMBERED = (
     "collator_with_a_rest",
 )
 """Configurations of fault_states.py that recover in place all the same. Most others differ only in where the state lies."""
+LEFT_BEHIND = {
+    "attacked_weights": "embed_tokens",
+    "weights_swapped_for_a_pass": "first.weight",
+    "hook_for_a_pass": "the hooks of first",
+    "adapter_off_for_a_pass": "lora_A",
+}
+"""What a second pass that fails finds changed."""
+PASSED_TWICE = {*LEFT_BEHIND, "gradients_off_for_a_pass", "critic_with_its_optimizer", "two_masks"}
+MOVED = ("schedule_in_the_loss", "decay_in_the_loss", "temperature_in_the_config", "sums_on_the_weights")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +80,9 @@ def fault(phase: str, step: int, most: int, **more: Any) -> bench.Fault:
     return bench.Fault(phase=phase, step=step, micro_batch=more.pop("micro_batch", 1), most=most, **more)
 
 
-@pytest.mark.parametrize("name", [name for name in bench.CONFIGURATIONS if name not in STATES or name in REFUSED or name in REMEMBERED])
+@pytest.mark.parametrize(
+    "name", [name for name in bench.CONFIGURATIONS if name not in OTHERS and (name not in STATES or name in (*REFUSED, *REMEMBERED))]
+)
 def test_a_run_that_fails_ends_as_the_undisturbed_one_or_says_why_not(trials: bench.Trials, name: str) -> None:
     rows = 2 if name == "multiple_choice" else 1  # of a sample
     late = trials.run(name, (fault("forward", 1, 2 * rows),))
@@ -83,6 +95,20 @@ def test_a_run_that_fails_ends_as_the_undisturbed_one_or_says_why_not(trials: be
         assert {(seen.outcome, seen.detail) for seen in checked} == {("refused", REFUSED[name])}
     else:
         assert (late.outcome, torn.outcome) == ("recovered", "recovered")
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
+def test_what_is_changed_for_a_while_or_kept_by_a_library(trials: bench.Trials, name: str) -> None:
+    late, early, again = fault("forward", 1, 2), fault("backward", 0, 1, micro_batch=0), fault("again", 1, 2, times=1)
+    runs = {one.phase: trials.run(name, (one,)) for one in (late, early, again)}
+    assert [f"{seen.outcome}: {seen.detail}; {seen.faults}" for seen in runs.values() if seen.outcome.isupper()] == []
+    assert runs["again"].happened == (("again",) if name in PASSED_TWICE else ())
+    if name in LEFT_BEHIND:
+        assert LEFT_BEHIND[name] in runs["again"].detail and "did not change it back" in runs["again"].detail
+    if name in MOVED:
+        assert {seen.outcome for seen in (runs["forward"], runs["backward"])} <= {"refused", "restarted"}
+    if name in bench.DRAWS:
+        assert runs["forward"].detail == "other masks, said"
 
 
 @pytest.mark.parametrize("phase", ["optimizer", "callback"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import defaultdict
 from pathlib import Path
@@ -358,3 +359,15 @@ def test_protecting_twice_is_protecting_once(lab: Any) -> None:
     assert hfopt.protect(trainer) is trainer
     step = trainer.training_step
     assert hfopt.protect(trainer).training_step == step
+
+
+def test_a_copy_of_a_protected_trainer_trains_itself(lab: Any) -> None:
+    """Methods that lead to the original would train that one."""
+    trainer = hfopt.protect(lab.trainer(task="sequence", max_steps=2))
+    twin = copy.deepcopy(trainer)
+    twin.train()
+    assert (twin.state.global_step, trainer.state.global_step) == (2, 0)
+    trainer.train()
+    later = copy.deepcopy(trainer)  # by now its accelerator is wrapped too
+    assert "backward" in vars(trainer.accelerator) and "backward" not in vars(later.accelerator)
+    assert guard_of(trainer) is not None and guard_of(twin) is None and guard_of(later) is None

@@ -22,6 +22,8 @@ def test_a_line_of_a_workflow_escapes_what_would_break_it() -> None:
     first, second = github_annotations([("a b,c.yaml", FOUND), ("d.yaml", PLACELESS)]).splitlines()
     assert first == "::error file=a b%2Cc.yaml,line=8,col=3,title=hfopt%3A removed_key::100 %25 gone: renamed%0Afix: eval_strategy: epoch"
     assert second == "::notice file=d.yaml,title=hfopt%3A x::multi%0Aline"
+    (steering,) = github_annotations([("a\x1b[31m\u202e.yaml", PLACELESS)]).splitlines()
+    assert steering == "::notice file=a\ufffd[31m\ufffd.yaml,title=hfopt%3A x::multi%0Aline"
 
 
 def test_sarif_has_a_rule_for_each_code_and_a_place_for_each_finding() -> None:
