@@ -62,9 +62,9 @@ class AsFound:
 
 def _switches(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, one in model.named_parameters():
-        yield f"what is trained ({name})", one.requires_grad
+        yield f"whether {name} is trained", one.requires_grad
     for name, module in model.named_modules():
-        yield f"the hooks of {name or 'the model'}", sum(map(is_own, _hooks(module)))
+        yield f"a hook of {name or 'the model'}", sum(map(is_own, _hooks(module)))
         for switch in _SWITCHES:
             if switch in vars(module):
                 yield f"{name}.{switch}", repr(vars(module)[switch])
