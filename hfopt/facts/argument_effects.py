@@ -180,7 +180,7 @@ def fields_of(trainer: str) -> Mapping[str, Field]:
     return {**present.fields, **present.seq2seq} if trainer == "Seq2SeqTrainer" else present.fields
 
 
-def not_modelled(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
+def not_modelled(args: Mapping[str, Any], trainer: str, *, ranks: int = 1) -> Iterator[str]:
     """A sentence for each argument that is set to something else than its default and that the figures do not show."""
     fields = fields_of(trainer)
     for key, value in args.items():
@@ -191,7 +191,7 @@ def not_modelled(args: Mapping[str, Any], trainer: str) -> Iterator[str]:
             yield f"{key}: {_shown(value)} is set; {found.why}"
     for key, options, why in _NAMED_OPTIONS:
         inside = args.get(key)
-        if isinstance(inside, Mapping) and not (key == "fsdp_config" and args.get("gradient_checkpointing")):  # then it is in the figures
+        if isinstance(inside, Mapping) and not (key == "fsdp_config" and ranks > 1):  # then it is in the figures
             yield from (f"{key}: {option} is set; {why}" for option in options if inside.get(option))
 
 

@@ -320,7 +320,7 @@ def _about_the_file(planning: Planning) -> Iterator[str]:
     """What the config sets and the figures do not show, or show by something close: nobody should have to ask for it."""
     subject = planning.subject
     yield from subject.notes
-    yield from not_modelled(subject.job.raw, subject.job.trainer)
+    yield from not_modelled(subject.job.raw, subject.job.trainer, ranks=subject.job.world_size)
     yield from liger_note(subject)
     yield from attention_note(subject, planning.device.gpu)
     yield from subject.job.model.notes

@@ -243,7 +243,7 @@ def _notes(subject: Subject, settings: StepSettings) -> Iterator[str]:
         yield str(kernels)
     yield from (*subject.hardware.notes, *subject.notes, *subject.warnings)
     yield from (repair.reason for repair in subject.repairs)
-    yield from (*not_modelled(job.raw, job.trainer), *liger_note(subject), *attention_note(subject, gpu))
+    yield from (*not_modelled(job.raw, job.trainer, ranks=job.world_size), *liger_note(subject), *attention_note(subject, gpu))
     if job.settings.torch_compile:
         yield from compile_note(subject, gpu)
     yield from _remarks(subject.workload, settings, gpu)

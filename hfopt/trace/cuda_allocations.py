@@ -71,11 +71,16 @@ def efficient_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, 
 aten = torch.ops.aten
 _FORWARD = (aten._ctc_loss.default, aten._ctc_loss.Tensor)
 _BACKWARD = (aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
-CTC = frozenset(_FORWARD + _BACKWARD)
+_LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
+LAID_OUT = frozenset((*_FORWARD, *_BACKWARD, _LOG_SOFTMAX_BACKWARD))
+"""Operations whose outputs are not on CUDA what they are for fake tensors."""
 
 
-def ctc_output(func: Any, args: Sequence[Any]) -> Any:
-    """Fake outputs of the loss and of its backward, or None for targets whose lengths are not known."""
+def cuda_output(func: Any, args: Sequence[Any]) -> Any:
+    """Fake outputs as CUDA lays them out, or None where they are the usual ones: of the CTC loss (its targets' lengths must be known) and
+    its backward, and of log_softmax's backward, whose output is contiguous though its gradient is not (CTC's is turned)."""
+    if func is _LOG_SOFTMAX_BACKWARD:
+        return None if args[0].is_contiguous() else args[0].new_empty(args[0].shape, dtype=args[3])
     if func in _BACKWARD:
         return args[1].new_empty(args[1].shape)
     log_probs, targets, _, target_lengths = args[:4]
@@ -139,6 +144,11 @@ def _softmax_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, A
     """ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: the product of gradient and output as a tensor of its own. That of eager
     attention among samples in one row grows with the square of the batch."""
     return [out, Formula("product", (*args[0].shape, args[0].element_size()))]
+
+
+def _log_softmax_backward(kernels: Kernels, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> list[Step]:
+    """ATen/native/cuda/SoftMax.cu, host_softmax_backward: `grad_.contiguous()` beside the output."""
+    return [out, *_packed(args[:1])]
 
 
 def _packed(tensors: Sequence[Any]) -> list[Step]:
@@ -265,6 +275,7 @@ RULES: dict[Any, Rule] = {
     aten.mean.dim: _reduction,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._foreach_norm.Scalar: _foreach_norm,
+    _LOG_SOFTMAX_BACKWARD: _log_softmax_backward,
     aten._ctc_loss.default: ctc_forward,
     aten._ctc_loss.Tensor: ctc_forward,
     aten._ctc_loss_backward.default: ctc_backward,

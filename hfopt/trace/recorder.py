@@ -26,7 +26,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfopt.trace.cuda_allocations import CTC, RULES, ctc_output
+from hfopt.trace.cuda_allocations import LAID_OUT, RULES, cuda_output
 from hfopt.trace.events import FREED, Category, Formula, KeptWorkspace, Kernels, Phase, SizedTemporary, Trace, Where
 from hfopt.trace.fake_tensors import UNPRICED, FastFake, Values
 from hfopt.trace.fused_head import Tile
@@ -92,13 +92,13 @@ _HOST_FACTORIES = (torch.ops.aten.lift_fresh.default, torch.ops.aten.rand.defaul
 class _Handling:
     """What the recorder does with an operation, looked up once."""
 
-    __slots__ = ("counts_targets", "func", "into_zeros", "may_stay_on_host", "name", "rule", "zeros")
+    __slots__ = ("func", "into_zeros", "laid_out", "may_stay_on_host", "name", "rule", "zeros")
 
     def __init__(self, func: Any) -> None:
         self.func = func  # alive as long as its identity is a key
         self.name = getattr(func, "_overloadpacket", func).__name__
         self.rule = RULES.get(func)
-        self.counts_targets = func in CTC
+        self.laid_out = func in LAID_OUT
         self.zeros = func in _ZEROS
         self.into_zeros = func in _INTO_ZEROS
         self.may_stay_on_host = func in _HOST_FACTORIES
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[misc]
         if func is _ITEM:
             return self._values.read(args[0])
         handling, answer = _handling_of(func), None
-        known = ctc_output(func, args) if handling.counts_targets else self._values.known_output(func, args, kwargs)
+        known = cuda_output(func, args) if handling.laid_out else self._values.known_output(func, args, kwargs)
         if known is not None:
             out = known
         else:

@@ -38,6 +38,11 @@ def test_backward_takes_a_second_table_and_the_gradient(spelled: Estimate) -> No
     assert _taken(spelled, "aten::_ctc_loss_backward")[-2:] == [BATCH * FRAMES * (2 * 12 + 1) * 4, BATCH * FRAMES * 32 * 4]
 
 
+def test_the_turned_gradient_is_copied_for_log_softmax(spelled: Estimate) -> None:
+    """And its gradient is contiguous, so that the head's product copies nothing."""
+    assert _taken(spelled, "aten::_log_softmax_backward_data")[-2:] == [BATCH * FRAMES * 32 * 4] * 2
+
+
 def test_longer_targets_keep_more(tiny_wav2vec2: Make) -> None:
     short, long = (estimate(tiny_wav2vec2(n), StepSettings()).curve.peak(64).allocated_bytes for n in (4, 4000))
     assert long - short > 64 * FRAMES * 2 * 3000 * 4
