@@ -100,7 +100,8 @@ def application(arguments: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
     app.callback()(root)
-    listed = all(word.startswith("-") and word != "--" for word in arguments) and COMPLETING not in os.environ
+    options_only = bool(arguments) and all(word.startswith("-") and word != "--" for word in arguments)
+    listed = options_only and COMPLETING not in os.environ
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         module = import_module(f"hfopt.cli.{name}")
         function = getattr(module, name)
