@@ -131,6 +131,18 @@ def print_error(error: HfoptError) -> None:
         remark(f"  {said(hint)}\n")
 
 
+def check_writable(file: Path | None) -> None:
+    """Before the seconds that an answer takes, not after them."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder", hint="name a file in it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{file} cannot be written: there is no folder {file.parent}", hint="make it first, or name another file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{file} cannot be written: no permission", hint="name a file that is yours")
+
+
 def redirected() -> Path | None:
     """The file that stdout is redirected to, as the user would name it; None: a terminal, a pipe, or not to be found out."""
     try:

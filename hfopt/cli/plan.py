@@ -40,7 +40,7 @@ from hfopt.cli.options import (
     numbers,
     task_of,
 )
-from hfopt.cli.output import people, print_error, progress_on, redirected, remark, write_out
+from hfopt.cli.output import check_writable, people, print_error, progress_on, redirected, remark, write_out
 from hfopt.errors import ConfigError, DryRunError
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def plan(
       hfopt plan train.yaml --for-transformers 4.57      training runs elsewhere, with that version
     """
     where = Outputs(config=config, output=output, json_file=json_file, html_file=html_file, lock=lock, as_diff=as_diff)
+    for file in (output, lock, *(file for file in (json_file, html_file) if file != STDOUT)):
+        check_writable(file)
     source = config.read_bytes() if lock is not None and config.is_file() else b""
     made = _made(config, _wishes(locals()), quiet=quiet)
     made = _with_deepspeed_beside(made, where.target, written=output is not None and not as_diff)

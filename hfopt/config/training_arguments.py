@@ -211,9 +211,8 @@ def _judge(key: str, value: Any, field: Field) -> ValueVerdict:
     if isinstance(value, float) and not math.isfinite(value):
         return ValueVerdict(usable=None, code="bad_value", severity="warning", message=f"{key} is {value}, not a number to train with")
     if key in _AT_LEAST_ONE and isinstance(value, int) and not 1 <= value < 1 << 31:
-        return ValueVerdict(
-            usable=None, code="bad_value", message=f"{key} is {shown(key, value)}; it must be at least 1 (a number of samples)"
-        )
+        wanted = "at least 1" if value < 1 else f"below {1 << 31}"
+        return ValueVerdict(usable=None, code="bad_value", message=f"{key} is {shown(key, value)}; it must be {wanted}")
     return ValueVerdict(usable=value)
 
 

@@ -137,6 +137,8 @@ def plan_loader(demand: Demand, cost: SampleCost, host: Host) -> LoaderPlan:
     origin = "measured" if cost.measured else "typical for this data"
     count = f"{needed} worker{'' if needed == 1 else 's'}"
     reason = f"the step needs {rate} and a core makes {format_rate(1 / cost.mean_s, 'samples')} ({origin}): {count} with a margin"
+    if needed == 1:  # one core is enough either way: what is gained is that the step need not wait for it
+        reason = f"preparing the data takes {100 * wait_share:.1f} % of the step ({origin}): a worker does it meanwhile"
     if cost.busy_share < WAITING:
         reason += f"; it waits {100 * (1 - cost.busy_share):.0f} % of that time, so workers share the cores"
     if needed > workers:

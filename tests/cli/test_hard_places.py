@@ -65,6 +65,13 @@ def test_no_right_to_write(config: Path, place: str) -> None:
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("hfopt: cannot write") and not done.stdout
 
 
+@pytest.mark.parametrize("option", ["-o", "--json", "--html", "--lock"])
+@pytest.mark.parametrize(("place", "said"), [("no/plan", "there is no folder"), (".", "is a folder")])
+def test_a_plan_that_could_not_be_written_is_not_made(config: Path, option: str, place: str, said: str) -> None:
+    done = hfopt("plan", config, "--gpu", "t4", option, config.parent / place)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[0] and "tracing" not in done.stderr and not done.stdout
+
+
 @pytest.mark.parametrize("terminal", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 @pytest.mark.parametrize("arguments", [["gpus"], ["check", "--json"], ["check"], ["--help"]])
 def test_a_terminal_without_our_signs(config: Path, terminal: dict[str, str], arguments: list[str]) -> None:

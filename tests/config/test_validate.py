@@ -74,6 +74,12 @@ def test_findings_for_the_user(text: str, code: str) -> None:
     assert only(text).code == code
 
 
+@pytest.mark.parametrize(("value", "wanted"), [("0", "at least 1"), ("-4", "at least 1"), ("99999999999999999999", "below 2147483648")])
+@pytest.mark.parametrize("key", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_count_is_told_the_bound_that_it_passes(key: str, value: str, wanted: str) -> None:
+    assert f"{key} is {value}; it must be {wanted}" in [problem.message for problem in loaded(f"{key}: {value}").problems]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -40,6 +40,11 @@ def test_text_needs_no_workers_for_a_slow_step() -> None:
     assert (plan.workers, plan.prefetch_factor, plan.persistent_workers) == (0, None, False)
 
 
+def test_one_worker_is_for_what_the_step_would_wait_for() -> None:
+    plan = plan_loader(demand(500), cost(1e-4), ROOMY)
+    assert plan.workers == 1 and "takes 5.0 % of the step" in plan.reason and "worker does it meanwhile" in plan.reason
+
+
 def test_images_get_as_many_workers_as_the_rate_asks_for() -> None:
     plan = plan_loader(demand(500), cost(8e-3), ROOMY)
     assert plan.workers == 6  # 500 × 8 ms = 4 cores, and a margin of 1.3
