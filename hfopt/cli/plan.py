@@ -135,8 +135,6 @@ def plan(
       hfopt plan train.yaml --for-transformers 4.57      training runs elsewhere, with that version
     """
     where = Outputs(config=config, output=output, json_file=json_file, html_file=html_file, lock=lock, as_diff=as_diff)
-    for file in (output, lock, *(file for file in (json_file, html_file) if file != STDOUT)):
-        check_writable(file)
     source = config.read_bytes() if lock is not None and config.is_file() else b""
     made = _made(config, _wishes(locals()), quiet=quiet)
     made = _with_deepspeed_beside(made, where.target, written=output is not None and not as_diff)
@@ -170,6 +168,8 @@ class Outputs:
     def __post_init__(self) -> None:
         if len(self.on_stdout) == 2 or (self.on_stdout and self.as_diff):
             raise ConfigError(f"{' and '.join([*self.on_stdout, '--diff'][:2])} both go to stdout", hint="give a file for one of them")
+        for file in (self.output, self.lock, self.json_file, self.html_file):
+            check_writable(None if file == STDOUT else file)
 
     @property
     def on_stdout(self) -> list[str]:

@@ -126,7 +126,8 @@ def condition(live: Mapping[str, Any]) -> str:
     if live.get("ended"):
         return "ended"
     fresh = abs(time.time() - live["time"]) < _STALE_S  # a clock that was set back makes no old sign a new one
-    return "running" if fresh or psutil.pid_exists(live["pid"]) else "gone"
+    there = live["pid"] < 1 << 31 and psutil.pid_exists(live["pid"])  # a larger number is no process, and more than a C int holds
+    return "running" if fresh or there else "gone"
 
 
 def lines(live: Mapping[str, Any], width: int) -> list[str]:
