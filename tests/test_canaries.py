@@ -102,6 +102,7 @@ NAMES: Mapping[str, Table] = {  # package -> who in hfopt relies on it -> what
         ),
         "trace/cuda_allocations": (
             "torch.ops.aten._foreach_norm",
+            "torch.ops.aten._log_softmax_backward_data",
             "torch.ops.aten._softmax_backward_data",
             "torch.ops.aten._ctc_loss",
             "torch.ops.aten._ctc_loss_backward",

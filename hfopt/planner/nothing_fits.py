@@ -107,11 +107,17 @@ class Rescue:
                 windows
             )
         words = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-        needs = f"at least {format_bytes(held.total_bytes)}" if step is None else f"about {format_bytes(self._rough_bytes(smallest))}"
+        needs = f"at least {format_bytes(held.total_bytes)}" if step is None else f"about {format_bytes(self._known_bytes(smallest))}"
         need = f"even {_words(smallest, self.subject.workload.weights_dtype)} needs {needs} ({words})"
         beside = f" beside vLLM's {format_bytes(device.vllm.resident_bytes)}" if device.vllm is not None and not device.vllm.sleeps else ""
         message = f"nothing fits: {need}, and {device.name} has {format_bytes(device.budget_bytes)} to plan with{beside}"
         return NothingFits(message, what_would=self._told)
+
+    def _known_bytes(self, candidate: Candidate) -> int:
+        """By its own trace where there is one: a rank that accumulates whole gradients needs more than the rough step says."""
+        if self.pricing.has_own_trace(candidate):
+            return self.pricing.memory(candidate).device_bytes
+        return self._rough_bytes(candidate)
 
     def _told(self) -> str:
         lines = [*self._beside_vllm(), *self.lines()]

@@ -80,9 +80,9 @@ class Pricing:
             return max((self._timer(one).uncompiled_s(one.per_device_batch, one.accumulation) for one in eager), default=0.0)
         if not candidate.checkpointing.on or not self.known(plain):
             return 0.0
-        timer = self._timer(plain)
-        repeated = RECOMPUTED_SHARE / candidate.checkpointing.every_n_layers * timer.forward_busy_s(candidate.per_device_batch)
-        return self.time(plain).step_s + candidate.accumulation * repeated
+        repeated = RECOMPUTED_SHARE / candidate.checkpointing.every_n_layers
+        bound_s = self._timer(plain).recomputing_s(candidate.per_device_batch, candidate.accumulation, repeated)
+        return max(self.time(plain).step_s, bound_s)
 
     def time(self, candidate: Candidate) -> StepTime:
         if candidate not in self._times:

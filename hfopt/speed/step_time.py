@@ -140,10 +140,10 @@ class StepTimer:
         kernel_s = work.seconds(self._sustained(work, accumulation)[0])
         return [float(seconds) for seconds in kernel_s / np.maximum(self._count, 1e-9)]
 
-    def forward_busy_s(self, batch: int) -> float:
-        """Device seconds of one forward: what checkpointing repeats, at most."""
+    def recomputing_s(self, batch: int, accumulation: int, share: float) -> float:
+        """The step where each backward runs this share of the forward again: its kernels on the device, its launches on the host."""
         work = self._work(batch)
-        return float(work.seconds(self._sustained(work, 1)[0])[self._phase["forward"]].sum())
+        return self._spent(work.seconds(self._sustained(work, accumulation)[0]), accumulation, recomputed=share).step_s
 
     def uncompiled_s(self, batch: int, accumulation: int) -> float:
         """Device seconds of what no compiler makes quicker: products, attention, convolutions, and the update."""
@@ -194,11 +194,14 @@ class StepTimer:
         clock = sustained_clock(board, average_w)
         return clock, average_w(clock)
 
-    def _spent(self, kernel_s: Floats, accumulation: int) -> _Spent:
+    def _spent(self, kernel_s: Floats, accumulation: int, *, recomputed: float = 0.0) -> _Spent:
         """Host and device laid over each other, what is sent and what is waited for added."""
         cost, launch = self._speed.host, self._launches
         busy = {phase: float(kernel_s[mask].sum()) for phase, mask in self._phase.items()}
-        phases = [(launch["forward"] * cost.forward_s, busy["forward"]), (launch["backward"] * cost.backward_s, busy["backward"])]
+        forward_host_s = launch["forward"] * cost.forward_s
+        busy["backward"] += recomputed * busy["forward"]
+        backward_host_s = launch["backward"] * cost.backward_s + recomputed * forward_host_s
+        phases = [(forward_host_s, busy["forward"]), (backward_host_s, busy["backward"])]
         micro_s = _overlap(phases, self._speed.asynchronous) + self._syncs * cost.sync_s + cost.micro_batch_s
         update_s = _overlap([(launch["optimizer"] * cost.optimizer_s, busy["optimizer"])], self._speed.asynchronous) + cost.step_s
         busy_s = accumulation * (busy["forward"] + busy["backward"]) + busy["optimizer"]
