@@ -93,8 +93,8 @@ class DepthCurve(MemoryCurve):
     def _carried(self, batch: int, options: AllocatorOptions | None) -> Replay:
         deep = self.deep.replay(batch, options)
         low = self.shallow.replay(batch, options)
-        below, above = _live(self.shallow.timeline, batch), _live(self.timeline, batch)
-        rounding = self._on(low.allocated_bytes - int(below[0].max()), deep.allocated_bytes - int(above[0].max()))
+        below, above = _Phases.of(self.shallow.timeline, batch), _Phases.of(self.timeline, batch)
+        rounding = self._on(low.allocated_bytes - int(below.live.max()), deep.allocated_bytes - int(above.live.max()))
         allocated = max(_carried_peak(below, above, self.share) + max(rounding, 0), deep.allocated_bytes)
         return Replay(allocated, allocated + self._cached(low, deep, allocated), deep.peak_event)
 
@@ -158,21 +158,42 @@ def live_by_phase(timeline: Timeline, batch: int) -> list[tuple[Phase, np.ndarra
     return [(phase, stretch) for phase, stretch in named if phase != "load"]
 
 
-def _carried_peak(below: tuple[Any, list[int]], above: tuple[Any, list[int]], share: float) -> int:
-    """The highest of the moments of both models, each carried on; of the peaks alone where the phases do not match."""
-    (low, low_starts), (high, high_starts) = below, above
-    if len(low_starts) != len(high_starts):
-        return round(float(low.max()) + float(high.max() - low.max()) * share)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Phases:
+    live: np.ndarray[Any, Any]  # bytes after each event
+    ops: np.ndarray[Any, Any]
+    starts: Sequence[int]  # where the phases begin, with the end as the last
+
+    @classmethod
+    def of(cls, timeline: Timeline, batch: int) -> _Phases:
+        import numpy as np
+
+        live, starts = _live(timeline, batch)
+        return cls(live=live, ops=np.array([place.op for place in timeline.places])[timeline.place_of], starts=starts)
+
+
+def _carried_peak(below: _Phases, above: _Phases, share: float) -> int:
+    """The highest of the moments of both models, each carried on; of the peaks alone where the phases do not match. In a phase the moments
+    are the same as long as both do the same operations; beyond, its highest moment is carried on."""
+    if len(below.starts) != len(above.starts):
+        return round(_highest(below.live, above.live, share))
     peak = 0.0
-    for (low_start, low_end), (high_start, high_end) in zip(pairwise(low_starts), pairwise(high_starts), strict=True):
+    for (low_start, low_end), (high_start, high_end) in zip(pairwise(below.starts), pairwise(above.starts), strict=True):
+        low, high = slice(low_start, low_end), slice(high_start, high_end)
         half = min(low_end - low_start, high_end - high_start) // 2
-        for one, two in (
-            (low[low_start : low_start + half], high[high_start : high_start + half]),
-            (low[low_end - half : low_end], high[high_end - half : high_end]),
-        ):
-            if half:
+        for way in (1, -1):  # from the phase's begin, and from its end
+            one, two = below.live[low][::way][:half], above.live[high][::way][:half]
+            others = (below.ops[low][::way][:half] != above.ops[high][::way][:half]).nonzero()[0]
+            if others.size:
+                peak = max(peak, _highest(below.live[low], above.live[high], share))
+                one, two = one[: others[0]], two[: others[0]]
+            if one.size:
                 peak = max(peak, float((one + (two - one) * share).max()))
     return round(peak)
+
+
+def _highest(low: np.ndarray[Any, Any], high: np.ndarray[Any, Any], share: float) -> float:
+    return float(low.max()) + float(high.max() - low.max()) * share
 
 
 def _least_capacity(curve: MemoryCurve, batch: int) -> int:
@@ -251,8 +272,12 @@ class RoughStep:
 
     def sharded_bytes(self, settings: StepSettings) -> int:
         """The same for one rank of several, or one whose states are on the host: its shares, and whole what it works on."""
-        held = state_bytes(self.count, settings)
-        return self._on_device(held.total_bytes - held.update_bytes + max(held.update_bytes, self.activations_bytes), self.cached_bytes)
+        held, sharding = state_bytes(self.count, settings), settings.sharding
+        kept = held.total_bytes - held.update_bytes
+        if sharding is not None and sharding.engine == "fsdp2" and settings.accumulation > 1 and not sharding.sync_each_batch:
+            whole = min(self.count.trained_bytes, 2 * self.count.trained_elements) if settings.mixed else self.count.trained_bytes
+            kept += whole - held.gradients_bytes
+        return self._on_device(kept + max(held.update_bytes, self.activations_bytes), self.cached_bytes)
 
     def _on_device(self, allocated_bytes: int, cached_bytes: int) -> int:
         return allocated_bytes + max(cached_bytes, round(FRAGMENTS * allocated_bytes)) + self.context_bytes

@@ -194,6 +194,12 @@ class ParameterCount:
     def trained_elements(self) -> int:
         return sum(one.count * one.elements for one in self.trained)
 
+    def in_float32(self) -> ParameterCount:
+        """With what trains widened, as accelerate does under mixed precision (utils/fsdp_utils.py, fsdp2_prepare_model)."""
+        trained = tuple(replace(one, element_bytes=max(4, one.element_bytes)) for one in self.trained)
+        wider = ParameterCount(weights_bytes=self.weights_bytes, elements=self.elements, trained=trained)
+        return replace(wider, weights_bytes=self.weights_bytes + wider.trained_bytes - self.trained_bytes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
@@ -253,6 +259,7 @@ def state_bytes(count: ParameterCount, settings: StepSettings) -> StateBytes:
     if sharding is not None and sharding.engine in ("zero2", "zero3"):
         return _zero_bytes(count, settings, sharding)
     if sharding is not None and sharding.engine == "fsdp2":
+        count = count.in_float32() if settings.mixed else count
         share = 0 if sharding.offload_parameters else sharding.world_size
         update = _update_bytes(count) if settings.optim == FOREACH_ADAM else 0
         parts = (count.weights_bytes, count.trained_bytes, _optimizer_bytes(count, settings.optim), update)
@@ -269,7 +276,7 @@ def state_bytes(count: ParameterCount, settings: StepSettings) -> StateBytes:
 def _zero_bytes(count: ParameterCount, settings: StepSettings, sharding: Sharding) -> StateBytes:
     """DeepSpeed trains a half-precision copy and updates float32 weights, which are divided, as the optimizer's states are; whichever
     optimizer updates them, they are there."""
-    half = settings.precision in ("bf16", "fp16")
+    half = settings.mixed
     weights = min(count.weights_bytes, 2 * count.elements) if half else count.weights_bytes
     if sharding.engine == "zero3":
         weights = 0 if sharding.offload_parameters else weights // sharding.world_size

@@ -267,7 +267,10 @@ class Rescue:
             cards, needed = shards
             yield f"sharding over {cards} such cards: about {format_bytes(needed)} on each (--num-gpus {cards} --engine fsdp2)"
         vllm = self.device.vllm
-        needed = self._with_inputs(step.device_bytes(settings), step, settings, self.smallest)
+        sharded = settings.sharding is not None
+        needed = (
+            self._known_bytes(self.smallest) if sharded else self._with_inputs(step.device_bytes(settings), step, settings, self.smallest)
+        )
         if (card := _larger_card(needed, 0.0 if vllm is None or vllm.sleeps else vllm.share)) is not None:
             yield f"a card with more memory: {card}"
 
@@ -278,7 +281,7 @@ class Rescue:
         block = 2 * step.count.weights_bytes // max(1, self.subject.workload.layers or 1)  # one at work, the next gathered ahead
         cards = 2
         while cards <= MOST_CARDS:
-            divided = replace(settings, sharding=Sharding(engine="fsdp2", world_size=cards))
+            divided = replace(settings, sharding=Sharding(engine="fsdp2", world_size=cards, sync_each_batch=True))
             needed = step.sharded_bytes(divided) + block + windows // cards
             if needed <= self.device.budget_bytes:
                 return cards, needed

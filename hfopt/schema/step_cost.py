@@ -88,6 +88,10 @@ class StepSettings:
     allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF; None: PyTorch's defaults
 
     @property
+    def mixed(self) -> bool:
+        return self.precision in ("bf16", "fp16")
+
+    @property
     def sharding_recomputes(self) -> bool:
         """FSDP2's own checkpointing knows no grades: with every n-th layer it is the Trainer's."""
         return self.checkpointing.every_n_layers == 1 and self.sharding is not None and self.sharding.recomputes

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hfopt.memory.layer_extrapolation import LEAST_LAYERS, DepthCurve, _carried_peak, deeper_ops, share_of, traced_depths
+from hfopt.memory.layer_extrapolation import LEAST_LAYERS, DepthCurve, _carried_peak, _Phases, deeper_ops, share_of, traced_depths
 from hfopt.memory.step_memory import estimate, traced
 from hfopt.model.from_config import from_spec
 from hfopt.schema import DataSpec, ModelSpec, OpCost, Sharding, StepSettings, Workload, ZeroSizes
@@ -59,8 +59,22 @@ def test_shallow_models_are_traced_as_they_are(tmp_path: Path) -> None:
 
 
 def test_models_whose_phases_differ_are_carried_on_by_their_peaks() -> None:
-    low, high = (np.array([1.0, 5.0, 2.0]), [0, 3]), (np.array([1.0, 7.0, 9.0]), [0, 2, 3])
+    low = _Phases(live=np.array([1.0, 5.0, 2.0]), ops=np.array(["a"] * 3), starts=[0, 3])
+    high = _Phases(live=np.array([1.0, 7.0, 9.0]), ops=np.array(["a"] * 3), starts=[0, 2, 3])
     assert _carried_peak(low, high, 2.0) == 5 + 4 * 2
+
+
+def test_moments_that_are_not_the_same_are_not_carried_on() -> None:
+    """A phase that first takes a byte for each weight, then a large block at once, and then goes through the weights: the large block comes
+    later in the deeper model. Compared by its place alone it would count as growing with the depth (an 8B under FSDP2 was 30 % over)."""
+
+    def phase(weights: int) -> _Phases:
+        live = [*range(1, weights + 1), weights + 10, *[weights] * (3 * weights)]
+        return _Phases(
+            live=np.array(live, dtype=float), ops=np.array(["own"] * weights + ["large"] + ["other"] * 3 * weights), starts=[0, len(live)]
+        )
+
+    assert _carried_peak(phase(4), phase(8), share_of(32)) == phase(32).live.max()
 
 
 def test_kernels_over_all_weights_grow_and_the_others_run_more_often() -> None:
