@@ -158,18 +158,21 @@ class _Replay:
     # ------------------------------------------------------------------------------------------ what would have fitted
 
     def changes(self) -> Iterator[FittingChange]:
-        """Smallest first: the batch against the accumulation, checkpointing, both, then what `plan` names when nothing fits."""
+        """Smallest first: the batch against the accumulation, checkpointing, both, then what `plan` names when nothing fits; last a batch
+        that the model's gradients depend on."""
         if self.report.cause == "other_processes" or self.report.cause == "fragmentation":
             yield from general_changes(self.report)[:1]
-        smaller = self._smaller_batch(self.own)
+        smaller, own = self._smaller_batch(self.own), []
         if smaller is not None:
-            yield self._change(smaller)
+            own.append(self._change(smaller))
         if not self.own.checkpointing.on and self.subject.workload.checkpointable:
             checkpointed = replace(self.own, checkpointing=self.subject.job.settings.checkpointing_when_on)
             found = checkpointed if self._fits(checkpointed) else self._smaller_batch(checkpointed)
             if found is not None and (smaller is None or found.per_device_batch > smaller.per_device_batch):
-                yield self._change(found)
+                own.append(self._change(found))
+        yield from (one for one in own if one.effect == "same")
         yield from self._remedies()
+        yield from (one for one in own if one.effect != "same")
 
     def _smaller_batch(self, candidate: Candidate) -> Candidate | None:
         """The largest that fits with the same effective batch."""
@@ -187,6 +190,8 @@ class _Replay:
         return self.pricing.curve(candidate).fits(candidate.per_device_batch, self._room(candidate), giving_back=True)
 
     def _change(self, candidate: Candidate) -> FittingChange:
+        from hfopt.planner.conclusion import grows_by_rule
+
         keys: dict[str, object] = {}
         if candidate.per_device_batch != self.own.per_device_batch:
             keys |= {"per_device_train_batch_size": candidate.per_device_batch, "gradient_accumulation_steps": candidate.accumulation}
@@ -204,7 +209,14 @@ class _Replay:
         curve, room = self.pricing.curve(candidate), self._room(candidate)
         peak = self.pricing.memory(candidate).device_bytes
         within = curve.replay(candidate.per_device_batch, capacity_bytes=room - curve.context_bytes).reserved_bytes + curve.context_bytes
-        return FittingChange(what=what, how=how, device_bytes=min(peak, within + self.pricing.added_bytes(candidate)))
+        grows = "per_device_train_batch_size" in keys and grows_by_rule(self.subject)
+        depends = "per_device_train_batch_size" in keys and self.subject.workload.batch_dependent_loss is not None
+        return FittingChange(
+            what=f"{what}, under `hfopt run`: with the plain Trainer the gradients grow with it" if grows else what,
+            how=how,
+            device_bytes=min(peak, within + self.pricing.added_bytes(candidate)),
+            effect="training" if grows or depends else "same",
+        )
 
     def _spelled(self, key: str, value: object) -> str:
         home = self.subject.loaded.homes.get(key) if self.subject.loaded is not None else None

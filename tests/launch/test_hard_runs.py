@@ -232,7 +232,7 @@ def test_a_handoff_whose_folder_went_away_stops_nothing(tmp_path: Path, monkeypa
     assert handoff is not None
     args = SimpleNamespace(output_dir="out", per_device_train_batch_size=4, gradient_accumulation_steps=1, dataloader_num_workers=0)
     handoff.started(RunStart.of(args))
-    assert handoff.start is None and "cannot be told" in capsys.readouterr().err
+    assert handoff.start is None and "cannot be reached" in capsys.readouterr().err
 
 
 def test_a_plan_that_cannot_be_written_is_in_force_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
