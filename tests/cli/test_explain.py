@@ -103,3 +103,19 @@ def test_with_the_config_every_change_fits_and_keeps_the_effective_batch(run: Ru
     batch, accumulation = (int(part.split(": ")[1]) for part in first["how"].split(", "))
     assert batch * accumulation == 16
     assert all(change["device_bytes"] is None or change["device_bytes"] <= GIB for change in data["changes"])
+
+
+@pytest.mark.slow
+def test_a_smaller_batch_whose_gradients_grow_stands_last(run: Run, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 8000}
+    (model / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"], **sizes}))
+    config = tmp_path / "train.yaml"
+    config.write_text(f"model_name_or_path: {model}\nnum_labels: 2\nmax_seq_length: 512\nper_device_train_batch_size: 16\noutput_dir: o\n")
+    code, out, err = run("-", "--json", "--config", str(config), given=OOM.format(total="1.00").encode())
+    assert code == 0, err
+    changes = json.loads(out)["changes"]
+    traded = [change for change in changes if "gradient_accumulation_steps" in change["how"]]
+    assert traded and all(change["effect"] == "training" and "hfopt run" in change["what"] for change in traded)
+    assert changes[-len(traded) :] == traded and changes[0]["effect"] == "same"
