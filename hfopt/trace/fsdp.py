@@ -48,9 +48,6 @@ def fake_world(world_size: int) -> Iterator[Any]:
         yield init_device_mesh("cpu", (world_size,), mesh_dim_names=(MESH_NAME,))
 
 
-_MIXED = ("bf16", "fp16")
-
-
 def fully_sharded(build: Callable[[], Any], settings: StepSettings, sharding: Sharding, mesh: Any) -> Callable[[], Any]:
     """A build function whose model is sharded as `accelerate` would for this `fsdp_config`."""
 
@@ -61,7 +58,7 @@ def fully_sharded(build: Callable[[], Any], settings: StepSettings, sharding: Sh
         model = build()
         if not has_fake_collectives():
             raise _cannot_shard(type(model).__name__, f"torch {torch.__version__} has no collectives for fake tensors, as newer ones do")
-        mixed = settings.precision if settings.precision in _MIXED else "no"
+        mixed = settings.precision if settings.mixed else "no"
         with _environment_kept():
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2,
